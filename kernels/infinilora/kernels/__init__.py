@@ -1,0 +1,1 @@
+"""LoRA kernels: one definition, a torch reference, a compiled CPU implementation, Triton."""

@@ -1,0 +1,1 @@
+"""The adapter pool: slots, pages, loading, eviction, execution."""

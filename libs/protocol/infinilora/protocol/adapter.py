@@ -1,0 +1,220 @@
+"""What an adapter and a base model are to every process: sites, geometry, the manifest, the packed layout.
+
+Knows no files, no PEFT names and no tensors: `weights` writes what is described here, `pool` reads it.
+
+The packed data section, layer by layer and site by site (ascending), each *block* padded to 64 bytes:
+
+    dense site   | A_q [r_q, in] | A_k [r_k, in] | A_v [r_v, in] | Bt_q [r_q, out_q] | Bt_k ... | pad |
+    MoE site     one such block for each expert 0..E-1, all of one size
+
+A is row-major as PEFT stores it; Bt is B transposed, so that a row of Bt is read along the output.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+
+PACK_VERSION = 1
+BLOCK_ALIGN = 64
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class Site(enum.IntEnum):
+    """Where a delta is added. The number is the site's index on the wire and in masks."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - the site's name
+    GATE_UP = 2
+    DOWN = 3
+    MOE_GATE_UP = 4
+    MOE_DOWN = 5
+    SHARED_GATE_UP = 6
+    SHARED_DOWN = 7
+    ROUTER = 8
+    LM_HEAD = 9
+    EMBED = 10
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+NUM_SITES = len(Site)
+MOE_SITES = frozenset({Site.MOE_GATE_UP, Site.MOE_DOWN})
+
+PARTS: dict[Site, tuple[str, ...]] = {
+    Site.QKV: ("q", "k", "v"),
+    Site.O: ("o",),
+    Site.GATE_UP: ("gate", "up"),
+    Site.DOWN: ("down",),
+    Site.MOE_GATE_UP: ("gate", "up"),
+    Site.MOE_DOWN: ("down",),
+    Site.SHARED_GATE_UP: ("gate", "up"),
+    Site.SHARED_DOWN: ("down",),
+    Site.ROUTER: ("router",),
+    Site.LM_HEAD: ("lm_head",),
+    Site.EMBED: ("embed",),
+}
+"""The projections fused at a site, in the order of their columns."""
+
+
+class PartGeometry(msgspec.Struct, frozen=True):
+    """One projection of a site in the base model. `module` holds `{expert}` where experts differ."""
+
+    name: str
+    module: str
+    out_dim: int
+    out_offset: int
+
+
+class SiteGeometry(msgspec.Struct, frozen=True):
+    """A site of one layer of a base model: input width, output width, experts (0: dense), parts."""
+
+    layer: int
+    site: Site
+    in_dim: int
+    out_dim: int
+    num_experts: int
+    parts: tuple[PartGeometry, ...]
+
+
+class BaseCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What gateway and ingest know of a base model. Published by an engine at `keys.base_card`."""
+
+    fingerprint: Fingerprint
+    name: str
+    model_type: str
+    num_layers: int
+    hidden_dim: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    tokenizer_files: tuple[str, ...] = ()
+    sites: tuple[SiteGeometry, ...]
+
+    def geometry(self) -> dict[tuple[int, Site], SiteGeometry]:
+        return {(s.layer, s.site): s for s in self.sites}
+
+
+class PartEntry(msgspec.Struct, frozen=True):
+    """One projection of a packed site. `scale` is alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+
+    name: str
+    rank: int
+    scale: float
+    out_dim: int
+    out_offset: int
+
+
+class SiteEntry(msgspec.Struct, frozen=True):
+    """One packed site: its parts, its byte range in the data section, a sha256 for each block."""
+
+    layer: int
+    site: Site
+    in_dim: int
+    out_dim: int
+    num_experts: int
+    parts: tuple[PartEntry, ...]
+    offset: int
+    num_bytes: int
+    sha256: tuple[str, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_experts or 1
+
+    @property
+    def rank(self) -> int:
+        """Rows of all A of one block together."""
+        return sum(part.rank for part in self.parts)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The canonical description of a packed adapter. Its sha256 is the adapter's digest."""
+
+    pack_version: int = PACK_VERSION
+    base: Fingerprint
+    dtype: str
+    num_layers: int
+    source_digest: str
+    sites: tuple[SiteEntry, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(s.num_bytes for s in self.sites)
+
+    @property
+    def max_rank(self) -> int:
+        return max((p.rank for s in self.sites for p in s.parts), default=0)
+
+    def layer_sites(self) -> tuple[int, ...]:
+        """For each layer (lm_head counts as layer `num_layers`) a bit mask of the sites adapted there."""
+        masks = [0] * (self.num_layers + 1)
+        for entry in self.sites:
+            masks[entry.layer] |= 1 << entry.site
+        return tuple(masks)
+
+
+class PartSpan(msgspec.Struct, frozen=True):
+    """Byte offsets of a part's A and Bt from the start of its block."""
+
+    a: int
+    bt: int
+
+
+def block_spans(parts: Sequence[PartEntry], in_dim: int, dtype: str) -> tuple[tuple[PartSpan, ...], int]:
+    """Where each part lies in a block, and the block's size in bytes (padded). The one layout rule."""
+    width = DTYPE_BYTES[dtype]
+    a_at, spans_a = 0, []
+    for part in parts:
+        spans_a.append(a_at)
+        a_at += part.rank * in_dim * width
+    bt_at, spans = a_at, []
+    for part, a in zip(parts, spans_a, strict=True):
+        spans.append(PartSpan(a=a, bt=bt_at))
+        bt_at += part.rank * part.out_dim * width
+    return tuple(spans), -(-bt_at // BLOCK_ALIGN) * BLOCK_ALIGN
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The canonical bytes: sorted keys, no spaces. What the digest is taken of."""
+    return msgspec.json.encode(manifest, order="sorted")
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    return msgspec.json.decode(data, type=Manifest)
+
+
+def manifest_digest(manifest: Manifest) -> Digest:
+    return digest_of(encode_manifest(manifest))
+
+
+class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One immutable version behind a name."""
+
+    version: int
+    digest: Digest
+    created_at: str
+    source: str
+    num_bytes: int
+    max_rank: int
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the registry holds for a name. Written by compare-and-set on `revision`."""
+
+    tenant: str
+    name: str
+    base: Fingerprint
+    revision: int
+    current: Digest
+    versions: tuple[VersionRecord, ...]
+    pinned: bool = False
+    fallback: str = "none"
+    """`none`: fail closed. `base`: this adapter's owner accepts base output when it cannot be served."""

@@ -1,0 +1,127 @@
+"""Control messages: what goes over NATS, as JSON that an operator can read with `nats sub`.
+
+Commands are request/reply, idempotent, and carry the leader's epoch. Events may be lost and are repaired
+by state. Nothing here knows a subject (subjects.py) or a socket.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from infinilora.protocol.errors import WireError
+from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint
+
+ProcessKind = Literal["gateway", "engine", "lora-server", "coordinator"]
+ProcessState = Literal["starting", "ready", "draining"]
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """How busy an engine is. Counts of sequences, and KV blocks of the engine's own size."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    digests: tuple[Digest, ...] = ()
+    """Adapters this engine holds a lease on now."""
+
+
+class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
+    """How full a LoRA server group is, and what it holds."""
+
+    bytes_free: int = 0
+    bytes_total: int = 0
+    leases: int = 0
+    resident: tuple[Digest, ...] = ()
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat. `incarnation` is new in each life of a process; `seq` counts beats of one life."""
+
+    kind: ProcessKind
+    id: str
+    incarnation: str
+    seq: int
+    state: ProcessState
+    address: str = ""
+    """host:port of the process's gRPC (engine, lora-server) or HTTP (gateway, coordinator) server."""
+    base: Fingerprint | None = None
+    model: str = ""
+    """The base model's served name."""
+    group: str = ""
+    load: EngineLoad | GroupLoad | None = None
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
+    """A hint: have this adapter resident."""
+
+    digest: Digest
+
+
+class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
+    """A hint: give the slot up when no lease is on it."""
+
+    digest: Digest
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
+    """Keep (or stop keeping) an adapter resident whatever its heat."""
+
+    digest: Digest
+    pinned: bool
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Take no new work; finish what runs."""
+
+    draining: bool = True
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A leader's order to one process. A receiver refuses an epoch lower than one it has seen."""
+
+    command_id: str
+    epoch: int
+    body: Stage | Evict | Pin | Drain
+
+
+class CommandReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`error` is None when the command was taken."""
+
+    command_id: str
+    error: WireError | None = None
+
+
+class AdapterEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A name changed: `put` (new current digest) or `delete`."""
+
+    action: Literal["put", "delete"]
+    tenant: str
+    name: str
+    revision: int
+    digest: Digest
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Which group holds what, for one base. Written by the leading coordinator only."""
+
+    base: Fingerprint
+    epoch: int
+    revision: int
+    groups: dict[str, tuple[Digest, ...]]
+
+    def groups_of(self, digest: Digest) -> tuple[str, ...]:
+        return tuple(g for g, held in sorted(self.groups.items()) if digest in held)
+
+
+class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished request, for whoever bills or learns from it (JetStream, durable)."""
+
+    request_id: str
+    tenant: str
+    model: str
+    digest: Digest | None
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str

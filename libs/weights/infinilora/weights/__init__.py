@@ -1,0 +1,1 @@
+"""Adapter files: PEFT rules, the packed file, checks. No torch."""

@@ -1,0 +1,1 @@
+"""Where LoRA deltas come from: remote, local, or nowhere; one interface."""

@@ -1,0 +1,133 @@
+"""The one door between the engine and whoever computes LoRA deltas: a LoRA server, this process, or nobody.
+
+The scheduler asks for leases, the model submits activations and adds what comes back; neither knows where
+the delta is computed. Rows of a step are ordered by adapter, so that each adapter's rows are one segment
+and base rows come last and never leave the engine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from infinilora.protocol.adapter import Site
+from infinilora.protocol.errors import InfiniLoraError
+from infinilora.protocol.ids import Digest
+
+
+class LeaseStatus(Enum):
+    """WAITING: no slot yet. ADMISSIBLE: first layer ready. RESIDENT: all layers ready. FAILED: `error` says why."""
+
+    WAITING = "waiting"
+    ADMISSIBLE = "admissible"
+    RESIDENT = "resident"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An engine's hold on a slot of a group. `layer_sites[l]` has bit s set where site s of layer l is adapted."""
+
+    digest: Digest
+    group: str
+    slot: int
+    slot_generation: int
+    layer_sites: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """What is known of a wanted adapter now. `lease` is set when ADMISSIBLE or RESIDENT, `error` when FAILED."""
+
+    status: LeaseStatus
+    lease: Lease | None = None
+    error: InfiniLoraError | None = None
+
+
+class AdapterRows(NamedTuple):
+    """Rows [row_start, row_start + rows) of a step run with this lease."""
+
+    row_start: int
+    rows: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A MoE layer's choice. topk_ids int32 [T, k]; topk_weights fp32 [T, k], as applied to the expert outputs."""
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+class StepPlan(Protocol):
+    """One step's LoRA work. `num_rows`: the leading rows of the step that have an adapter."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def adapts(self, layer: int, site: Site) -> bool:
+        """Whether any adapter of this step adapts this site; nothing is sent where none does."""
+        ...
+
+
+class Ticket(Protocol):
+    """A delta on its way. Used once, by `add`."""
+
+
+class StepLost(Exception):
+    """The delta of some rows will not come: their step must be re-run whole. `digests` names whose rows."""
+
+    def __init__(self, digests: frozenset[Digest], reason: str) -> None:
+        super().__init__(reason)
+        self.digests = digests
+        self.reason = reason
+
+
+class LoraBackend(Protocol):
+    """Leases and deltas. All methods are called from the engine's step thread; none blocks except `add`."""
+
+    def want(self, digest: Digest) -> None:
+        """Count one more holder of `digest`; the first asks for a lease at once. Non-blocking."""
+        ...
+
+    def drop(self, digest: Digest) -> None:
+        """Count one holder less; the last gives the lease up."""
+        ...
+
+    def view(self, digest: Digest) -> LeaseView:
+        """The state of a wanted digest."""
+        ...
+
+    def begin(self, rows: Sequence[AdapterRows]) -> StepPlan | None:
+        """Start a step. None when no row has an adapter: such a step touches no link (law 5)."""
+        ...
+
+    def submit(
+        self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
+    ) -> Ticket | None:
+        """Send the plan's rows of x [T, in] (MOE_DOWN: [T, k, f]) on their way; None where nothing is adapted."""
+        ...
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None:
+        """y[:num_rows] += delta, in place; waits at most the site deadline. Raises StepLost.
+
+        y is [T, out]; for MOE_GATE_UP [T, k, 2f]; for MOE_DOWN [T, h], already router-weighted and summed.
+        """
+        ...
+
+    def end(self, plan: StepPlan) -> None:
+        """The step is over, or abandoned: outstanding replies are stale from here on."""
+        ...
+
+    def close(self) -> None: ...
+
+    def check(self) -> None:
+        """Raise AssertionError unless no holder, no ticket and no plan is left (run when idle)."""
+        ...
+
+
+OnChange = Callable[[], None]
+"""Called from any thread when a view may have changed, to wake an idle loop."""

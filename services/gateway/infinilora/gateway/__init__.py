@@ -1,0 +1,1 @@
+"""The gateway: OpenAI over HTTP in front, token ids over gRPC behind."""
