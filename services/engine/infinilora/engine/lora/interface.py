@@ -18,7 +18,7 @@ from infinilora.protocol.ids import Digest
 
 
 class LeaseStatus(Enum):
-    """WAITING: no slot yet. ADMISSIBLE: first layer ready. RESIDENT: all layers ready. FAILED: `error` says why."""
+    """WAITING: no slot yet. ADMISSIBLE: first layer ready. RESIDENT: all are. FAILED: `error` says why."""
 
     WAITING = "waiting"
     ADMISSIBLE = "admissible"
@@ -28,7 +28,7 @@ class LeaseStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An engine's hold on a slot of a group. `layer_sites[l]` has bit s set where site s of layer l is adapted."""
+    """An engine's hold on a slot of a group. Bit s of `layer_sites[l]`: site s of layer l is adapted."""
 
     digest: Digest
     group: str
@@ -39,7 +39,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What is known of a wanted adapter now. `lease` is set when ADMISSIBLE or RESIDENT, `error` when FAILED."""
+    """What is known of a wanted adapter. `lease` is set if ADMISSIBLE or RESIDENT, `error` if FAILED."""
 
     status: LeaseStatus
     lease: Lease | None = None
@@ -56,7 +56,7 @@ class AdapterRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A MoE layer's choice. topk_ids int32 [T, k]; topk_weights fp32 [T, k], as applied to the expert outputs."""
+    """A MoE layer's choice. topk_ids int32 [T, k]; topk_weights fp32 [T, k], as the expert sum uses them."""
 
     topk_ids: Tensor
     topk_weights: Tensor
@@ -108,7 +108,7 @@ class LoraBackend(Protocol):
     def submit(
         self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
     ) -> Ticket | None:
-        """Send the plan's rows of x [T, in] (MOE_DOWN: [T, k, f]) on their way; None where nothing is adapted."""
+        """Send the plan's rows of x [T, in] (MOE_DOWN: [T, k, f]); None where nothing is adapted."""
         ...
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
