@@ -1,0 +1,97 @@
+"""The definition of every LoRA kernel, in plain torch: what the compiled ones are tested against.
+
+Right on any device and dtype; one product for each (segment, part), so slow. All arithmetic is fp32.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from infinilora.kernels.batch import Part, SiteWeights
+
+Bound = Mapping[int, SiteWeights]
+"""slot -> the weights of the one site and layer that a call is about. A slot not in it adds nothing."""
+
+
+def part_delta(x: Tensor, part: Part, expert: int | None = None) -> Tensor:
+    """delta = scale * (x A^T) Bt. x [n, in] -> fp32 [n, out]; `expert` picks one of an expert part."""
+    a, bt = (part.a, part.bt) if expert is None else (part.a[expert], part.bt[expert])
+    return (x.float() @ a.float().T) @ bt.float() * part.scale
+
+
+def dense(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out[t, part columns] (+)= scale[s] * (x[t] A[s]^T) Bt[s], with s the slot of t's segment.
+
+    segments int32 [n, 3]; x [T, in]; out [T, out_dim], may be strided in rows. Without `accumulate` all else
+    of out is zeroed, whatever it held.
+    """
+    if not accumulate:
+        out.zero_()
+    for start, rows, slot in _segments(segments):
+        for part in bound.get(slot, ()):
+            _add(out[start : start + rows], part, part_delta(x[start : start + rows], part))
+
+
+def moe_gate_up(
+    bound: Bound, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+) -> None:
+    """out[t, j] (+)= delta of x[t] through expert topk_ids[t, j] of the slot of t.
+
+    x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f]. An id outside 0..E-1 adds nothing.
+    """
+    if not accumulate:
+        out.zero_()
+    for start, rows, slot in _segments(segments):
+        for part in bound.get(slot, ()):
+            for expert, t, j in _pairs(topk_ids[start : start + rows], part.num_experts):
+                delta = part_delta(x[start + t], part, expert)
+                out[start + t, j, _columns(part)] += delta.to(out.dtype)
+
+
+def moe_down(
+    bound: Bound,
+    segments: Tensor,
+    act: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """out[t] (+)= sum over j of topk_weights[t, j] * delta of act[t, j] through expert topk_ids[t, j].
+
+    act [T, k, f]; topk_ids int32 and topk_weights fp32 [T, k]; out [T, h]. An id outside 0..E-1 adds nothing.
+    """
+    if not accumulate:
+        out.zero_()
+    for start, rows, slot in _segments(segments):
+        for part in bound.get(slot, ()):
+            delta = torch.zeros(rows, part.out_dim, device=out.device)
+            for expert, t, j in _pairs(topk_ids[start : start + rows], part.num_experts):
+                weight = topk_weights[start + t, j].float().unsqueeze(1)
+                delta.index_add_(0, t, weight * part_delta(act[start + t, j], part, expert))
+            _add(out[start : start + rows], part, delta)
+
+
+def _segments(segments: Tensor) -> Iterator[tuple[int, int, int]]:
+    for start, rows, slot in segments.tolist():
+        if rows:
+            yield start, rows, slot
+
+
+def _columns(part: Part) -> slice:
+    return slice(part.out_offset, part.out_offset + part.out_dim)
+
+
+def _add(out: Tensor, part: Part, delta: Tensor) -> None:
+    columns = out[:, _columns(part)]
+    columns.copy_(columns.float() + delta)
+
+
+def _pairs(topk_ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each expert that some token chose: (expert, token indices, which of the k)."""
+    for expert in topk_ids.unique().tolist():
+        if 0 <= expert < num_experts:
+            t, j = torch.where(topk_ids == expert)
+            yield expert, t, j
