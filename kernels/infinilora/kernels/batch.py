@@ -6,6 +6,7 @@
 The parts of one site (q, k, v; gate, up) share x and write neighbouring columns of the output.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def segment_table(segments: Iterable[Segment | tuple[int, int, int]]) -> Tensor:
 
 
 def check_parts(parts: SiteWeights, *, in_dim: int, out_dim: int) -> None:
-    """Raise ValueError unless the parts fit a site of this width, agree with one another and do not overlap."""
+    """Raise ValueError unless the parts fit a site of this width, are of one kind and do not overlap."""
     if not parts:
         raise ValueError("a site needs at least one part; leave it unbound instead")
     columns_taken: list[tuple[int, int]] = []
@@ -78,7 +79,7 @@ def check_parts(parts: SiteWeights, *, in_dim: int, out_dim: int) -> None:
         _check_part(part, first, in_dim=in_dim, out_dim=out_dim)
         columns_taken.append((part.out_offset, part.out_offset + part.out_dim))
     columns_taken.sort()
-    for (_, end), (start, _) in zip(columns_taken, columns_taken[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(columns_taken):
         if start < end:
             raise ValueError(f"parts overlap: one ends at column {end}, the next starts at {start}")
 

@@ -15,7 +15,7 @@ Bound = Mapping[int, SiteWeights]
 
 
 def part_delta(x: Tensor, part: Part, expert: int | None = None) -> Tensor:
-    """delta = scale * (x A^T) Bt. x [n, in] -> fp32 [n, out]; `expert` picks one of an expert part."""
+    """Compute scale * (x A^T) Bt: x [n, in] -> fp32 [n, out]; `expert` picks one of an expert part."""
     a, bt = (part.a, part.bt) if expert is None else (part.a[expert], part.bt[expert])
     return (x.float() @ a.float().T) @ bt.float() * part.scale
 
@@ -91,7 +91,7 @@ def _add(out: Tensor, part: Part, delta: Tensor) -> None:
 
 def _pairs(topk_ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For each expert that some token chose: (expert, token indices, which of the k)."""
-    for expert in topk_ids.unique().tolist():
+    for expert in sorted(set(topk_ids.flatten().tolist())):
         if 0 <= expert < num_experts:
             t, j = torch.where(topk_ids == expert)
             yield expert, t, j
