@@ -1,0 +1,144 @@
+"""The oracle of the end-to-end tests: transformers (+ PEFT, or an explicit merge where PEFT has no say).
+
+Shares no code with what it checks: adapters are written by name here, merged by hand here, and run by transformers.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_FUSED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+class Oracle:
+    """One base checkpoint in fp32, with any number of adapters merged for the time of a call."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.config = self.model.config
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], adapter: Path | None = None) -> Tensor:
+        """fp32 [len(token_ids), vocab]."""
+        with self.merged(adapter):
+            out: Tensor = self.model(torch.tensor([token_ids])).logits[0].float()
+        return out
+
+    def logprobs(self, token_ids: list[int], adapter: Path | None = None) -> list[float]:
+        """The logprob of token i + 1 given tokens 0..i, for each i."""
+        scores = torch.log_softmax(self.logits(token_ids, adapter), dim=-1)
+        return [float(scores[i, t]) for i, t in enumerate(token_ids[1:])]
+
+    def effect(self, token_ids: list[int], adapter: Path) -> float:
+        """Largest absolute difference the adapter makes to a logit: a test without an effect proves nothing."""
+        return float((self.logits(token_ids, adapter) - self.logits(token_ids)).abs().max())
+
+    def shortfall(self, prompt: list[int], produced: list[int], adapter: Path | None = None) -> float:
+        """Teacher-forced: by how much the served greedy tokens fall short of the oracle's best logit, at worst."""
+        logits = self.logits(prompt + produced, adapter)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(produced)[:, None])[:, 0]
+        return float((logits.max(dim=-1).values - chosen).max())
+
+    @contextmanager
+    def merged(self, adapter: Path | None) -> Iterator[None]:
+        """W += scale * B @ A for each pair of the adapter's file, and back."""
+        if adapter is None:
+            yield
+            return
+        saved: dict[str, Tensor] = {}
+        params = dict(self.model.named_parameters())
+        for module, delta in deltas(adapter):
+            name, rows, expert = self._where(module, params)
+            saved.setdefault(name, params[name].detach().clone())
+            target = params[name].data if expert is None else params[name].data[expert]
+            target[rows] += delta
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                params[name].data.copy_(value)
+
+    def _where(self, module: str, params: dict[str, Tensor]) -> tuple[str, slice, int | None]:
+        module = module.replace("block_sparse_moe", "mlp")
+        if match := _EXPERT.match(module):
+            prefix, expert, projection = match.groups()
+            projection = _FUSED.get(projection, projection)
+            if projection == "down_proj":
+                return f"{prefix}.experts.down_proj", slice(None), int(expert)
+            name = f"{prefix}.experts.gate_up_proj"
+            half = params[name].shape[1] // 2
+            rows = slice(0, half) if projection == "gate_proj" else slice(half, None)
+            return name, rows, int(expert)
+        return f"{module}.weight", slice(None), None
+
+
+def deltas(adapter: Path) -> Iterator[tuple[str, Tensor]]:
+    """(module name, scale * B @ A) for each pair of a plain PEFT file, in fp32."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for key in tensors:
+        if key.endswith(".lora_A.weight"):
+            stem = key.removesuffix(".lora_A.weight")
+            b = tensors[f"{stem}.lora_B.weight"].float()
+            yield stem.removeprefix("base_model.model."), scale * (b @ tensors[key].float())
+
+
+def module_shapes(model_dir: Path, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """(out, in) of each module of a checkpoint whose last name is a target, by the names on disk (per expert)."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        for key, tensor in load_file(file).items():
+            module = key.removesuffix(".weight")
+            if key.endswith(".weight") and tensor.ndim == 2 and module.rsplit(".", 1)[-1] in targets:
+                shapes[module] = (tensor.shape[0], tensor.shape[1])
+    return shapes
+
+
+def write_adapter(
+    out: Path,
+    model_dir: Path,
+    *,
+    rank: int,
+    targets: tuple[str, ...],
+    seed: int,
+    std: float = 0.1,
+    alpha: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A random adapter as PEFT writes it: neither A nor B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for module, (n_out, n_in) in sorted(module_shapes(model_dir, targets).items()):
+        stem = f"base_model.model.{module}"
+        tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, n_in, generator=generator).mul_(std).to(dtype)
+        tensors[f"{stem}.lora_B.weight"] = torch.randn(n_out, rank, generator=generator).mul_(std).to(dtype)
+    assert tensors, f"no module of {model_dir} is named one of {targets}"
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_dir),
+        "r": rank,
+        "lora_alpha": alpha if alpha is not None else 2 * rank,
+        "target_modules": list(targets),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+    }
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    return out
