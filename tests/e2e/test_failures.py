@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from support.api import Api, stream_ids
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
@@ -47,9 +48,7 @@ async def read(api: Api, model: str, *, started: asyncio.Event, max_tokens: int)
     return events
 
 
-async def test_a_killed_lora_server_is_an_error_or_a_pause_never_base(
-    stacks: StackFactory, tmp_path: Path
-) -> None:
+async def test_a_killed_lora_server_is_an_error_or_a_pause_never_base(stacks: StackFactory, tmp_path: Path) -> None:
     world = await build(stacks, tmp_path)
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:

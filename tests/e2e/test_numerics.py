@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from support.api import Api
-from support.stacks import StackFactory
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
+from support.stacks import StackFactory
 from support.tiny_models import FAMILIES, tiny_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -94,7 +95,5 @@ async def test_every_family_serves_what_transformers_computes(
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("backend", ["tcp", "local"])
-async def test_every_back_end_serves_the_same(
-    family: str, backend: str, stacks: StackFactory, tmp_path: Path
-) -> None:
+async def test_every_back_end_serves_the_same(family: str, backend: str, stacks: StackFactory, tmp_path: Path) -> None:
     await serve_and_check(stacks, family, tmp_path, backend=backend)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.api import Api, stream_ids
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
@@ -37,9 +38,7 @@ def is_idle(fleet: dict[str, Any]) -> bool:
     )
 
 
-async def test_streams_of_three_adapters_and_base_with_clients_that_leave(
-    stacks: StackFactory, tmp_path: Path
-) -> None:
+async def test_streams_of_three_adapters_and_base_with_clients_that_leave(stacks: StackFactory, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
     oracle = Oracle(checkpoint)
     adapters: dict[str, Path | None] = {

@@ -60,7 +60,13 @@ class Api:
         )
 
     async def generate(self, model: str, prompt: list[int], **sampling: Any) -> list[int]:
-        body = {"model": model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         answer = await self.http.post("/v1/completions", json=body | sampling)
         answer.raise_for_status()
         ids: list[int] = answer.json()["choices"][0]["token_ids"]

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.api import Api
-
 from infinilora.cli.stack import Stack
+from support.api import Api
 
 
 class StackFactory:
@@ -17,9 +16,7 @@ class StackFactory:
         self.stacks: list[Stack] = []
         self.apis: list[Api] = []
 
-    async def start(
-        self, model: Path, *, backend: str = "shm", env: dict[str, str] | None = None, **more: Any
-    ) -> Api:
+    async def start(self, model: Path, *, backend: str = "shm", env: dict[str, str] | None = None, **more: Any) -> Api:
         """Serve `model` under the name `tiny`; backend is shm, tcp or local."""
         extra = {"INFINILORA_ADAPTER_ROOTS": str(self.root), **(env or {})}
         if backend == "tcp":
