@@ -3,7 +3,9 @@
     InfiniLoraError
     ├── InvalidRequest          invalid_request          400
     │   ├── ContextLengthExceeded  context_length_exceeded 400
-    │   └── Conflict            conflict                 409
+    │   ├── Conflict            conflict                 409
+    │   ├── TooLarge            request_too_large        413
+    │   └── Unauthenticated     invalid_api_key          401
     ├── AdapterError
     │   ├── AdapterNotFound     adapter_not_found        404
     │   ├── AdapterForbidden    adapter_forbidden        403
@@ -79,6 +81,20 @@ class Conflict(InvalidRequest):
 
     code = "conflict"
     http_status = 409
+
+
+class TooLarge(InvalidRequest):
+    """The body is larger than this service reads."""
+
+    code = "request_too_large"
+    http_status = 413
+
+
+class Unauthenticated(InvalidRequest):
+    """No key, or one that is not known."""
+
+    code = "invalid_api_key"
+    http_status = 401
 
 
 class AdapterError(InfiniLoraError):
