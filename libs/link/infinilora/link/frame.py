@@ -1,0 +1,148 @@
+"""What crosses a link: one header layout for every back-end, and how a site call is cut into frames.
+
+    PLAN    engine -> server   once a step: which rows belong to which slot
+    SITE    engine -> server   a chunk of rows of one site's input; carries the credit for its answer
+    REPLY   server -> engine   the delta of that chunk
+    ERROR   server -> engine   instead of a REPLY: a WireError as JSON
+
+A SITE payload is `x [rows, in_cols]`, then, on the next 64-byte boundary where the site is routed,
+`topk_ids int32 [rows, topk]` and `topk_weights fp32 [rows, topk]`. A REPLY's is `[rows, out_cols]` of the same
+dtype. The link does not know what a site means: `[k, f]` of a row is flattened into its columns.
+"""
+
+import enum
+import struct
+from typing import NamedTuple
+
+import torch
+
+from infinilora.protocol.errors import InvalidRequest
+
+HEADER_BYTES = 128
+ALIGN = 64
+NO_TRACE = bytes(24)
+
+_HEADER = struct.Struct("<8xIIQQIIIIIIIIIIIIQ8x24s8x")
+_SEGMENT_BYTES = 16
+
+
+class Kind(enum.IntEnum):
+    PLAN = 1
+    SITE = 2
+    REPLY = 3
+    ERROR = 4
+
+
+class Flag(enum.IntFlag):
+    LAST = 1
+    HAS_IDS = 2
+    HAS_WEIGHTS = 4
+
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+"""A dtype's number on the wire is its place here."""
+
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+class PlanSegment(NamedTuple):
+    """Rows [row_start, row_start + rows) of the step belong to this tenancy of this slot."""
+
+    row_start: int
+    rows: int
+    slot: int
+    slot_generation: int
+
+
+class Header(NamedTuple):
+    """One frame's header. Slices are `[begin, end)` of a sharded site's columns; (0, 0) means all of them.
+
+    `sequence` numbers the SITE chunks of a link; an answer carries the number of what it answers.
+    """
+
+    kind: int
+    flags: int = 0
+    step_id: int = 0
+    sequence: int = 0
+    layer: int = 0
+    site: int = 0
+    row_start: int = 0
+    rows: int = 0
+    in_cols: int = 0
+    out_cols: int = 0
+    in_begin: int = 0
+    in_end: int = 0
+    out_begin: int = 0
+    out_end: int = 0
+    topk: int = 0
+    dtype: int = 0
+    payload_bytes: int = 0
+    trace: bytes = NO_TRACE
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(*self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def is_last(self) -> bool:
+        return bool(self.flags & Flag.LAST)
+
+    @property
+    def ids_offset(self) -> int:
+        """Where topk_ids begin in the payload."""
+        return aligned(self.rows * self.in_cols * self.torch_dtype.itemsize)
+
+    @property
+    def reply_bytes(self) -> int:
+        return self.rows * self.out_cols * self.torch_dtype.itemsize
+
+    def check(self, buffer_bytes: int) -> None:
+        """Raise unless the fields of a frame from a peer agree with one another and with the buffer."""
+        if self.dtype >= len(DTYPES):
+            raise InvalidRequest(f"link frame has dtype {self.dtype}; known are 0 to {len(DTYPES) - 1}")
+        wanted = self._wanted_bytes()
+        if wanted != self.payload_bytes or max(wanted, self.reply_bytes) > buffer_bytes:
+            raise InvalidRequest(
+                f"link frame of kind {self.kind} says {self.payload_bytes} payload bytes for {self.rows} rows of "
+                f"{self.in_cols} -> {self.out_cols} columns; wanted {wanted}, and at most {buffer_bytes} each way"
+            )
+
+    def _wanted_bytes(self) -> int:
+        if self.kind == Kind.PLAN:
+            return self.rows * _SEGMENT_BYTES
+        if self.kind != Kind.SITE:
+            raise InvalidRequest(f"link frame of kind {self.kind}; wanted PLAN or SITE")
+        routed = bool(self.flags & Flag.HAS_IDS) + bool(self.flags & Flag.HAS_WEIGHTS)
+        if not routed:
+            return self.rows * self.in_cols * self.torch_dtype.itemsize
+        return self.ids_offset + routed * self.rows * self.topk * 4
+
+
+def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    return Header._make(_HEADER.unpack_from(data, offset))
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def rows_per_chunk(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> int:
+    """How many rows one request buffer and one reply buffer can both hold; at least 1, or InvalidRequest."""
+    fit = min((buffer_bytes - ALIGN) // max(request_row_bytes, 1), buffer_bytes // max(reply_row_bytes, 1))
+    if fit < 1:
+        raise InvalidRequest(
+            f"one row is {request_row_bytes} bytes out and {reply_row_bytes} back; a link buffer holds {buffer_bytes}: "
+            f"set the link's buffer size to at least {max(request_row_bytes + ALIGN, reply_row_bytes)}"
+        )
+    return min(fit, max(rows, 1))
+
+
+def chunk_rows(
+    rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int
+) -> list[tuple[int, int]]:
+    """Cut a site call into `(row_start, rows)`: one request chunk, one reply buffer."""
+    step = rows_per_chunk(rows, request_row_bytes, reply_row_bytes, buffer_bytes)
+    return [(start, min(step, rows - start)) for start in range(0, rows, step)]

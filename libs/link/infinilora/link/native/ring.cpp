@@ -1,0 +1,450 @@
+// The ring core: a pair of rings of fixed-size buffers in a file that two processes map.
+//
+//   0      FileHeader: who may attach, the geometry, and one cache line of signals for each end
+//   4096   request ring: num_buffers x [FrameHeader | payload]      engine writes, server reads
+//   then   reply ring:   num_buffers x [FrameHeader | payload]      server writes, engine reads
+//
+// A writer fills payload and header, then stores the buffer's `word` with release; a reader that loads the
+// expected word with acquire sees everything. Request frame n lies in buffer n % N and its word is n + 1.
+// The reply to site chunk s lies in reply buffer s % N with word s + 1, whatever order replies are made in.
+//
+// Credit: the engine sends chunk s only when reply buffer s % N is free and will stay so, hence a server
+// never waits to write, hence neither end can wait for the other in a circle. A reader spins for a bounded
+// time, then sleeps on its bell (a futex word); a writer wakes it only when it says that it sleeps.
+//
+// Python mirrors of these layouts: link/frame.py (FrameHeader), link/layout.py (FileHeader), link/ring.py (Ticket).
+
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <new>
+#include <vector>
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr uint64_t kRingsAt = 4096;
+constexpr uint64_t kAlign = 64;
+constexpr int64_t kSleepSliceNs = 20'000'000;  // a lost wake-up (a peer without this library) costs at most this
+
+enum Status : int { kOk = 0, kTimeout = 1, kClosed = 2, kRefused = 3, kBlocked = 4, kCorrupt = 5 };
+enum Kind : uint32_t { kPlan = 1, kSite = 2, kReply = 3, kError = 4 };
+enum Flag : uint32_t { kLast = 1, kHasIds = 2, kHasWeights = 4 };
+enum State : uint32_t { kAbsent = 0, kOpen = 1, kShut = 2, kQuarantined = 3 };
+enum Dtype : uint32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+enum Chunk : uint8_t { kDone = 0, kOutstanding = 1, kAbandoned = 2 };
+
+struct FrameHeader {
+  uint64_t word;
+  uint32_t kind, flags;
+  uint64_t step_id, sequence;
+  uint32_t layer, site, row_start, rows, in_cols, out_cols;
+  uint32_t in_begin, in_end, out_begin, out_end;
+  uint32_t topk, dtype;
+  uint64_t payload_bytes, reserved0;
+  uint8_t trace[24];
+  uint64_t reserved1;
+};
+static_assert(sizeof(FrameHeader) == 128, "frame.py packs 128 bytes");
+
+struct alignas(64) Signals {  // of one end; `waiting` is written by that end, `bell` by whoever wakes it
+  uint32_t state, waiting, bell;
+};
+
+struct FileHeader {
+  uint64_t magic;
+  uint32_t version, num_buffers;
+  uint64_t buffer_bytes, stride;
+  uint8_t secret[32];
+  Signals engine, server;
+  alignas(64) uint64_t consumed;  // request frames the server is done with
+};
+static_assert(sizeof(FileHeader) <= kRingsAt, "the file header fits its page");
+
+struct Ticket {  // one site call, cut into chunks; made by Python, `sent` and `received` kept here
+  FrameHeader header;
+  uint64_t x, x_stride, x_row;  // address; bytes from row to row; bytes of a row
+  uint64_t ids, ids_stride, weights, weights_stride, topk_row;
+  uint64_t rows, chunk_rows, first;
+  uint32_t chunks, sent, received, reserved;
+};
+
+struct Rings {
+  char* base;
+  FileHeader* file;
+  uint64_t n, stride, capacity;
+  int64_t spin_ns;
+
+  Rings(char* at, int64_t spin)
+      : base(at), file(reinterpret_cast<FileHeader*>(at)), n(file->num_buffers), stride(file->stride),
+        capacity(file->buffer_bytes), spin_ns(spin) {}
+  FrameHeader* request(uint64_t i) const { return reinterpret_cast<FrameHeader*>(base + kRingsAt + (i % n) * stride); }
+  FrameHeader* reply(uint64_t i) const {
+    return reinterpret_cast<FrameHeader*>(base + kRingsAt + (n + i % n) * stride);
+  }
+};
+
+char* payload(FrameHeader* frame) { return reinterpret_cast<char*>(frame) + sizeof(FrameHeader); }
+
+template <class T> T load(const T* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+template <class T> void store(T* at, T value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+
+uint64_t aligned(uint64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// FUTEX_WAIT and FUTEX_WAKE without the private flag: the word is in shared memory.
+void futex_sleep(uint32_t* word, uint32_t expected, int64_t ns) {
+  timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
+  syscall(SYS_futex, word, FUTEX_WAIT, expected, &t, nullptr, 0);
+}
+
+void wake(Signals& end) {
+  __atomic_fetch_add(&end.bell, 1, __ATOMIC_SEQ_CST);
+  syscall(SYS_futex, &end.bell, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
+
+void wake_if_waiting(Signals& end) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // what was published is visible before `waiting` is read
+  if (load(&end.waiting)) wake(end);
+}
+
+bool is_shut(const Signals& end) { return load(&end.state) >= kShut; }
+
+// Wait until ready(): spin, then sleep on `mine`. What arrived before a close is still delivered.
+template <class Ready> Status await(Rings& r, Signals& mine, Signals& peer, int64_t deadline, Ready ready) {
+  if (ready()) return kOk;
+  const int64_t start = now_ns();
+  for (int turn = 0;; ++turn) {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return kOk;
+      relax();
+    }
+    if (is_shut(mine) || is_shut(peer)) return ready() ? kOk : kClosed;
+    const int64_t now = now_ns();
+    if (now >= deadline) return kTimeout;
+    if (now - start < r.spin_ns) {
+      if (turn > 4) sched_yield();  // a peer that shares this core gets it
+      continue;
+    }
+    __atomic_store_n(&mine.waiting, 1u, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    const uint32_t bell = load(&mine.bell);
+    if (!ready() && !is_shut(mine) && !is_shut(peer)) {
+      const int64_t left = deadline - now;
+      futex_sleep(&mine.bell, bell, left < kSleepSliceNs ? left : kSleepSliceNs);
+    }
+    store(&mine.waiting, 0u);
+  }
+}
+
+int64_t deadline_after(int64_t timeout_ns) { return now_ns() + timeout_ns; }
+
+// Elements --------------------------------------------------------------------------------------------------
+
+struct F32 {
+  float value;
+  float get() const { return value; }
+  void set(float v) { value = v; }
+};
+
+struct BF16 {
+  uint16_t bits;
+  float get() const {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float v;
+    std::memcpy(&v, &wide, 4);
+    return v;
+  }
+  void set(float v) {  // round to nearest, ties to even; NaN stays NaN
+    uint32_t wide;
+    std::memcpy(&wide, &v, 4);
+    const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+    bits = uint16_t((wide & 0x7fffffffu) > 0x7f800000u ? (wide >> 16) | 0x40u : rounded);
+  }
+};
+
+struct F16 {
+  uint16_t bits;
+  float get() const {
+    const uint32_t sign = uint32_t(bits & 0x8000u) << 16, exponent = (bits >> 10) & 0x1fu, mantissa = bits & 0x3ffu;
+    if (exponent == 0) {  // zero and subnormals: mantissa * 2^-24
+      const float v = float(mantissa) * 5.9604644775390625e-8f;
+      return sign ? -v : v;
+    }
+    const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u | (mantissa << 13) : ((exponent + 112) << 23) | (mantissa << 13));
+    float v;
+    std::memcpy(&v, &wide, 4);
+    return v;
+  }
+  void set(float v) {
+    uint32_t wide;
+    std::memcpy(&wide, &v, 4);
+    const uint32_t sign = (wide >> 16) & 0x8000u, magnitude = wide & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u;
+    } else if (magnitude >= 0x477ff000u) {  // rounds to 65536 or more: infinity
+      half = 0x7c00u;
+    } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 lets the FPU round the mantissa in place
+      float small;
+      std::memcpy(&small, &magnitude, 4);
+      small += 0.5f;
+      std::memcpy(&half, &small, 4);
+      half -= 0x3f000000u;
+    } else {
+      half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    bits = uint16_t(sign | half);
+  }
+};
+
+template <class In, class Out, bool kAdd> void take_row(const In* __restrict in, Out* __restrict out, uint64_t n) {
+  for (uint64_t i = 0; i < n; ++i) out[i].set(kAdd ? out[i].get() + in[i].get() : in[i].get());
+}
+
+struct Target {  // where a delta goes: row r of the site call at out + r * stride
+  char* out;
+  int64_t stride;
+  uint32_t dtype;
+  bool add;
+};
+
+template <class In, class Out> void take_rows(const char* in, const Target& to, uint64_t row0, uint64_t rows, uint64_t cols) {
+  for (uint64_t r = 0; r < rows; ++r) {
+    const In* from = reinterpret_cast<const In*>(in) + r * cols;
+    Out* out = reinterpret_cast<Out*>(to.out + int64_t(row0 + r) * to.stride);
+    if (to.add) take_row<In, Out, true>(from, out, cols);
+    else take_row<In, Out, false>(from, out, cols);
+  }
+}
+
+template <class In> void take_as(const char* in, const Target& to, uint64_t row0, uint64_t rows, uint64_t cols) {
+  if (to.dtype == kF32) take_rows<In, F32>(in, to, row0, rows, cols);
+  else if (to.dtype == kBF16) take_rows<In, BF16>(in, to, row0, rows, cols);
+  else take_rows<In, F16>(in, to, row0, rows, cols);
+}
+
+uint64_t width(uint32_t dtype) { return dtype == kF32 ? 4 : 2; }
+
+void copy_rows(char* to, uint64_t from, uint64_t stride, uint64_t row_bytes, uint64_t row0, uint64_t rows) {
+  const char* at = reinterpret_cast<const char*>(from) + row0 * stride;
+  if (stride == row_bytes) {
+    std::memcpy(to, at, rows * row_bytes);
+    return;
+  }
+  for (uint64_t r = 0; r < rows; ++r) std::memcpy(to + r * row_bytes, at + r * stride, row_bytes);
+}
+
+// The engine's end ------------------------------------------------------------------------------------------
+
+struct Engine : Rings {
+  uint64_t written = 0;  // request frames written, plans included
+  uint64_t next = 0;     // the sequence the next ticket's first chunk gets
+  uint64_t sent = 0;     // chunks [0, sent) are in the ring or answered; sent <= next
+  uint64_t oldest = 0;   // chunks [0, oldest) have given their reply buffer back
+  uint64_t stale = 0;    // replies dropped: nobody waits for them any more
+  std::vector<uint8_t> state;
+
+  Engine(char* at, int64_t spin) : Rings(at, spin), state(n, kDone) {}
+
+  bool arrived(uint64_t s) const { return load(&reply(s)->word) == s + 1; }
+  bool has_room() const { return written - load(&file->consumed) < n; }
+
+  bool has_credit() {
+    for (; oldest < sent; ++oldest) {
+      const uint8_t is = state[oldest % n];
+      if (is == kOutstanding || (is == kAbandoned && !arrived(oldest))) break;
+      stale += is == kAbandoned;
+      state[oldest % n] = kDone;
+    }
+    return sent - oldest < n;
+  }
+
+  bool can_send(const Ticket& t) { return t.sent < t.chunks && t.first + t.sent == sent && has_room() && has_credit(); }
+
+  void publish(FrameHeader* frame) {
+    store(&frame->word, ++written);
+    wake_if_waiting(file->server);
+  }
+
+  void send_chunk(Ticket& t) {
+    const uint64_t row0 = uint64_t(t.sent) * t.chunk_rows;
+    const uint64_t rows = t.rows - row0 < t.chunk_rows ? t.rows - row0 : t.chunk_rows;
+    FrameHeader* frame = request(written);
+    char* body = payload(frame);
+    uint64_t bytes = rows * t.x_row;
+    copy_rows(body, t.x, t.x_stride, t.x_row, row0, rows);
+    if (t.ids) {
+      bytes = aligned(bytes);
+      copy_rows(body + bytes, t.ids, t.ids_stride, t.topk_row, row0, rows);
+      bytes += rows * t.topk_row;
+    }
+    if (t.weights) {
+      copy_rows(body + bytes, t.weights, t.weights_stride, t.topk_row, row0, rows);
+      bytes += rows * t.topk_row;
+    }
+    std::memcpy(&frame->kind, &t.header.kind, sizeof(FrameHeader) - sizeof(frame->word));
+    frame->sequence = sent;
+    frame->row_start = uint32_t(t.header.row_start + row0);
+    frame->rows = uint32_t(rows);
+    if (t.sent + 1 == t.chunks) frame->flags |= kLast;
+    frame->payload_bytes = bytes;
+    state[sent % n] = kOutstanding;
+    ++sent;
+    ++t.sent;
+    publish(frame);
+  }
+
+  void pump(Ticket& t) {
+    while (can_send(t)) send_chunk(t);
+  }
+
+  void abandon() {
+    for (uint64_t s = oldest; s < sent; ++s)
+      if (state[s % n] == kOutstanding) state[s % n] = kAbandoned;
+    next = sent;  // what was not sent never will be
+    has_credit();
+  }
+
+  Status take(Ticket& t, uint64_t s, const Target& to, uint64_t* refusal) {
+    FrameHeader* frame = reply(s);
+    const uint64_t row0 = uint64_t(t.received) * t.chunk_rows;
+    const uint64_t rows = t.rows - row0 < t.chunk_rows ? t.rows - row0 : t.chunk_rows;
+    if (frame->step_id != t.header.step_id || frame->sequence != s || frame->payload_bytes > capacity) return kCorrupt;
+    if (frame->kind == kError) {
+      *refusal = uint64_t(reinterpret_cast<char*>(frame) - base);
+      return kRefused;
+    }
+    const uint64_t cols = t.header.out_cols;
+    if (frame->kind != kReply || frame->rows != rows || frame->payload_bytes != rows * cols * width(t.header.dtype))
+      return kCorrupt;
+    if (t.header.dtype == kF32) take_as<F32>(payload(frame), to, row0, rows, cols);
+    else if (t.header.dtype == kBF16) take_as<BF16>(payload(frame), to, row0, rows, cols);
+    else take_as<F16>(payload(frame), to, row0, rows, cols);
+    return kOk;
+  }
+
+  Status collect(Ticket& t, const Target& to, int64_t deadline, uint64_t* refusal) {
+    while (t.received < t.chunks) {
+      pump(t);
+      if (t.received == t.sent && t.first + t.sent != sent) return kBlocked;  // an earlier ticket must be collected first
+      const uint64_t s = t.first + t.received;
+      const Status status = await(*this, file->engine, file->server, deadline,
+                                  [&] { return (t.received < t.sent && arrived(s)) || can_send(t); });
+      if (status != kOk) return status;
+      if (t.received == t.sent || !arrived(s)) continue;
+      const Status taken = take(t, s, to, refusal);
+      state[s % n] = kDone;
+      ++t.received;
+      if (taken != kOk) return taken;
+    }
+    return kOk;
+  }
+};
+
+// The server's end ------------------------------------------------------------------------------------------
+
+struct Server : Rings {
+  uint64_t taken = 0;  // request frames done with
+
+  Server(char* at, int64_t spin) : Rings(at, spin) {}
+
+  void release() {
+    store(&file->consumed, ++taken);
+    wake_if_waiting(file->engine);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+void* il_ring_engine_open(char* base, int64_t spin_ns) { return new (std::nothrow) Engine(base, spin_ns); }
+void il_ring_engine_free(Engine* e) { delete e; }
+void* il_ring_server_open(char* base, int64_t spin_ns) { return new (std::nothrow) Server(base, spin_ns); }
+void il_ring_server_free(Server* s) { delete s; }
+
+// Say that one end (0: engine, 1: server) is open, shut or quarantined, and wake whoever sleeps. Any thread.
+void il_ring_mark(char* base, int is_server, uint32_t state) {
+  FileHeader* file = reinterpret_cast<FileHeader*>(base);
+  store(is_server ? &file->server.state : &file->engine.state, state);
+  wake(file->engine);
+  wake(file->server);
+}
+
+// Reserve a ticket's sequences and send what there is room and credit for. Never waits.
+void il_ring_submit(Engine* e, Ticket* t) {
+  t->first = e->next;
+  e->next += t->chunks;
+  e->pump(*t);
+}
+
+// Take every chunk of the delta, copying or adding; sends what was left unsent on the way.
+int il_ring_collect(Engine* e, Ticket* t, char* out, int64_t out_stride, uint32_t out_dtype, int add, int64_t timeout_ns,
+                    uint64_t* refusal) {
+  return e->collect(*t, Target{out, out_stride, out_dtype, add != 0}, deadline_after(timeout_ns), refusal);
+}
+
+// Send a frame that has no reply. Waits for room only: the server consumes without waiting for anybody.
+int il_ring_send_plan(Engine* e, const FrameHeader* header, const char* body, uint64_t bytes, int64_t timeout_ns) {
+  const Status status =
+      await(*e, e->file->engine, e->file->server, deadline_after(timeout_ns), [&] { return e->has_room(); });
+  if (status != kOk) return status;
+  FrameHeader* frame = e->request(e->written);
+  std::memcpy(payload(frame), body, bytes);
+  std::memcpy(&frame->kind, &header->kind, sizeof(FrameHeader) - sizeof(frame->word));
+  e->publish(frame);
+  return kOk;
+}
+
+// Nobody waits for what is outstanding any more; what was not sent never will be.
+void il_ring_abandon(Engine* e) { e->abandon(); }
+
+uint64_t il_ring_in_flight(Engine* e) {
+  e->has_credit();
+  return e->sent - e->oldest;
+}
+
+uint64_t il_ring_stale(Engine* e) { return e->stale; }
+
+// Wait for the next request frame; *offset is where it lies in the file. It is the caller's until reply or skip.
+int il_ring_recv(Server* s, int64_t timeout_ns, uint64_t* offset) {
+  FrameHeader* frame = s->request(s->taken);
+  const uint64_t word = s->taken + 1;
+  const Status status = await(*s, s->file->server, s->file->engine, deadline_after(timeout_ns),
+                              [&] { return load(&frame->word) == word; });
+  *offset = uint64_t(reinterpret_cast<char*>(frame) - s->base);
+  return status;
+}
+
+// Publish the reply to the frame in hand (its payload is in the reply buffer already) and give the frame back.
+void il_ring_reply(Server* s, uint32_t kind, uint64_t payload_bytes) {
+  const FrameHeader* request = s->request(s->taken);
+  FrameHeader* frame = s->reply(request->sequence);
+  std::memcpy(&frame->kind, &request->kind, sizeof(FrameHeader) - sizeof(frame->word));
+  frame->kind = kind;
+  frame->payload_bytes = payload_bytes;
+  store(&frame->word, request->sequence + 1);
+  s->release();
+}
+
+void il_ring_skip(Server* s) { s->release(); }
+
+}  // extern "C"
