@@ -1,0 +1,61 @@
+"""What every service reads from its environment, once, in `__main__`. The only file of this room that may.
+
+A service declares `class Settings(Common)` with its own fields and calls `read(Settings)`. Addresses and
+secrets have no default: `infinilora up`, compose and the chart name them.
+"""
+
+import sys
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "INFINILORA_"
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+class Common(BaseSettings):
+    """Settings that all services share. Frozen; each is `INFINILORA_<NAME>` in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    nats_url: str = Field(repr=False)
+    """`nats://user:password@host:port`."""
+    redis_url: str = Field(repr=False)
+    """`redis://:password@host:port/db`."""
+    store_url: str
+    """`s3://bucket?endpoint=http://host:port&region=us-east-1`, or `file:///directory`."""
+    s3_access_key: str = ""
+    s3_secret_key: SecretStr = SecretStr("")
+    rpc_token: SecretStr = SecretStr("")
+    """Shared by all services for gRPC. Empty: anyone who reaches the port may call."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_endpoint: str = ""
+    """`http://host:4317`. Empty: no tracing."""
+    trace_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of requests traced when the client does not decide."""
+    trace_delay_ms: int = Field(default=1000, gt=0)
+    """Spans are sent at least this often."""
+    var_dir: Path = Path(".var")
+    """Where this process may keep caches and models."""
+    beat_ms: int = Field(default=500, gt=0)
+    """Between two heartbeats. The same number for every process of a cluster."""
+    drain_s: float = Field(default=10.0, gt=0)
+    """After a stop is asked for, how long running work may take to finish."""
+
+
+def read(cls: type[S]) -> S:
+    """Read the settings, or say on stderr which variables are missing or wrong and exit with status 2."""
+    try:
+        return cls()
+    except ValidationError as error:
+        lines = [_problem(item["loc"], item["msg"]) for item in error.errors()]
+        sys.stderr.write("settings are not complete:\n" + "\n".join(lines) + "\n")
+        raise SystemExit(2) from None
+
+
+def _problem(location: tuple[int | str, ...], message: str) -> str:
+    return f"  {PREFIX}{'.'.join(str(part) for part in location).upper()}: {message}"
