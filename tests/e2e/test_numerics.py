@@ -21,8 +21,8 @@ EFFECT_FLOOR = 0.3
 ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "r4-attention": (4, ("q_proj", "v_proj")),
     "r8-output": (8, ("o_proj", "k_proj")),
-    "r16-all": (16, ATTENTION + MLP + ("w1", "w2", "w3")),
-    "r64-mlp": (64, MLP + ("w1", "w2", "w3")),
+    "r16-all": (16, (*ATTENTION, *MLP, "w1", "w2", "w3")),
+    "r64-mlp": (64, (*MLP, "w1", "w2", "w3")),
 }
 
 
