@@ -1,0 +1,96 @@
+"""What the gateway knows of a base model: its card, its tokenizer, its chat template.
+
+All of it comes from the object store, where an engine put it under the model's fingerprint; so it never
+changes and is read once. A base without tokenizer files serves token-id prompts only.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from infinilora.gateway.template import ChatTemplate, read_template
+from infinilora.gateway.text import TokenTable, decode_all
+from infinilora.protocol import keys
+from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.protocol.ids import Fingerprint
+from infinilora.runtime.blobs import BlobStore
+
+LONG_TEXT_CHARS = 8192
+"""Longer texts are tokenised in a thread, so that other streams do not wait."""
+
+
+class Base:
+    """One base model, as far as text is concerned. Immutable."""
+
+    def __init__(
+        self, card: BaseCard, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None
+    ) -> None:
+        self.card = card
+        self.table = TokenTable(tokenizer) if tokenizer else None
+        self._tokenizer = tokenizer
+        self._template = template
+
+    async def encode(self, text: str, *, param: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer itself adds, or without."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                f"base model '{self.card.name}' has no tokenizer; send the prompt as token ids", param=param
+            )
+        if len(text) < LONG_TEXT_CHARS:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        encoded = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special)
+        return list(encoded.ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included; empty without a tokenizer."""
+        return decode_all(self.table, token_ids) if self.table else ""
+
+    def label(self, token_id: int, *, as_id: bool = False) -> str:
+        """How `logprobs` names a token."""
+        return f"token_id:{token_id}" if as_id or self.table is None else self.table.label(token_id)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        if self._template is None:
+            raise InvalidRequest(
+                f"base model '{self.card.name}' has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template.render(messages)
+
+
+class BaseShelf:
+    """Every base model met so far. Reads of one fingerprint are shared; a failed one is tried again."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._known: dict[Fingerprint, Base] = {}
+        self._locks: dict[Fingerprint, asyncio.Lock] = {}
+
+    async def get(self, fingerprint: Fingerprint) -> Base:
+        """Raises Unavailable when the store has no card of this base, or does not answer."""
+        if (known := self._known.get(fingerprint)) is not None:
+            return known
+        async with self._locks.setdefault(fingerprint, asyncio.Lock()):
+            if fingerprint not in self._known:
+                self._known[fingerprint] = await asyncio.to_thread(_read_base, self._blobs, fingerprint)
+        return self._known[fingerprint]
+
+
+def _read_base(blobs: BlobStore, fingerprint: Fingerprint) -> Base:
+    try:
+        card = msgspec.json.decode(blobs.get(keys.base_card(fingerprint)), type=BaseCard)
+        files = {name: blobs.get(keys.base_file(fingerprint, name)) for name in card.tokenizer_files}
+    except FileNotFoundError as error:
+        raise Unavailable(f"the base model's card is not complete in the store: {error}") from None
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"the base model's card cannot be read: {error}") from None
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode()) if "tokenizer.json" in files else None
+    if tokenizer is not None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
+    jinja = files.get("chat_template.jinja")
+    return Base(card, tokenizer, read_template(jinja.decode() if jinja else None, config))
