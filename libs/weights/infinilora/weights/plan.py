@@ -1,0 +1,85 @@
+"""What will be packed: for each part of each site, which rows and columns of which tensors. No bytes are read here.
+
+A plan is layout-free: files with one tensor per projection and files with fused experts give the same kinds
+of plan, and `packed` need not know which it was.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from infinilora.protocol.adapter import PartEntry, SiteGeometry
+from infinilora.protocol.ids import Fingerprint
+from infinilora.weights.peft import PeftAdapter
+from infinilora.weights.tensorfile import Array, TensorFile
+
+ALL = slice(None)
+
+
+class Cut(NamedTuple):
+    """A rectangle of a two-dimensional tensor of the file, transposed if `turned`."""
+
+    tensor: str
+    rows: slice = ALL
+    cols: slice = ALL
+    turned: bool = False
+
+    def read(self, file: TensorFile) -> Array:
+        """The rectangle as a view in the file's dtype."""
+        block = file.read(self.tensor)[self.rows, self.cols]
+        return block.T if self.turned else block
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The factors of one projection: a [rank, in], bt [rank, out]; the delta is scale · gain · btᵀ·a.
+
+    `gain` is 1 unless experts of one part have unlike scales: the packed part has one scale, bt takes the rest.
+    """
+
+    a: Cut
+    bt: Cut
+    rank: int
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """A part of a site. One pair for each block of the site (each expert); None where nothing is adapted."""
+
+    entry: PartEntry
+    pairs: tuple[Pair | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlan:
+    """A site that is adapted, with the parts that are."""
+
+    geometry: SiteGeometry
+    parts: tuple[PartPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """A checked adapter, ready to be written. Sites ascend by (layer, site)."""
+
+    source: PeftAdapter
+    base: Fingerprint
+    num_layers: int
+    dtype: str
+    sites: tuple[SitePlan, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def fill(pair: Pair | None, file: TensorFile, a: Array, bt: Array) -> None:
+    """Write a pair's factors into a [part's rank, in] and bt [part's rank, out], zeros beyond the pair's rank."""
+    if pair is None:
+        a[...] = 0
+        bt[...] = 0
+        return
+    a[: pair.rank] = pair.a.read(file)
+    factor = pair.bt.read(file)
+    bt[: pair.rank] = factor if pair.gain == 1.0 else factor.astype(np.float32) * np.float32(pair.gain)
+    a[pair.rank :] = 0
+    bt[pair.rank :] = 0

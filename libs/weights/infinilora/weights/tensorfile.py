@@ -1,0 +1,129 @@
+"""Read a safetensors file by hand: every offset is checked before a byte is trusted, tensors stay on disk.
+
+Why not the library: bf16 has no numpy dtype there, and a refusal must name the tensor and the byte counts.
+Knows nothing of LoRA.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from infinilora.weights.refuse import invalid
+
+Array = NDArray[Any]
+
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype("<f2"),
+}
+MAX_HEADER_BYTES = 100 << 20
+LENGTH_BYTES = 8
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A checked header over a mapped file: every entry is of a dtype we read and lies inside the file."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    data_start: int
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def read(self, tensor: str) -> Array:
+        """The tensor as a read-only view of the mapped file, in its own dtype."""
+        info = self.tensors[tensor]
+        dtype = NUMPY_DTYPES[info.dtype]
+        if math.prod(info.shape) == 0:
+            return np.zeros(info.shape, dtype)
+        offset = self.data_start + info.data_offsets[0]
+        raw = np.memmap(self.path, mode="r", offset=offset, shape=(math.prod(info.shape),), dtype=dtype)
+        return raw.reshape(info.shape)
+
+    def sha256(self) -> str:
+        return sha256_of_file(self.path)
+
+
+def sha256_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Map a safetensors file after checking its header against its size. Raises AdapterInvalid."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(LENGTH_BYTES)
+        if len(prefix) < LENGTH_BYTES:
+            raise invalid(path.name, "header length", found=f"{size} bytes of file", wanted="at least 8")
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise invalid(
+                path.name,
+                "header length",
+                found=f"{header_bytes} in a file of {size} bytes",
+                wanted=f"at most {min(size - LENGTH_BYTES, MAX_HEADER_BYTES)} (truncated or not safetensors)",
+            )
+        header = file.read(header_bytes)
+    tensors = _parse_header(path.name, header)
+    data_start = LENGTH_BYTES + header_bytes
+    _check_offsets(path.name, tensors, size - data_start)
+    return TensorFile(path=path, tensors=tensors, data_start=data_start)
+
+
+def _parse_header(file: str, header: bytes) -> dict[str, TensorInfo]:
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=TensorInfo) for name, raw in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(file, "header", found=str(error), wanted="the JSON table of a safetensors file") from error
+
+
+def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+    end_of_last = 0
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        dtype = NUMPY_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise invalid(file, f"tensor {name} dtype", found=info.dtype, wanted=" or ".join(NUMPY_DTYPES))
+        if any(dim < 0 for dim in info.shape):
+            raise invalid(file, f"tensor {name} shape", found=list(info.shape), wanted="no negative size")
+        begin, end = info.data_offsets
+        num_bytes = math.prod(info.shape) * dtype.itemsize
+        if begin < end_of_last or end - begin != num_bytes:
+            raise invalid(
+                file,
+                f"tensor {name} bytes",
+                found=f"[{begin}, {end})",
+                wanted=f"{num_bytes} bytes from {end_of_last} on",
+            )
+        if end > data_bytes:
+            raise invalid(
+                file,
+                f"tensor {name}",
+                found=f"a file that ends after {data_bytes} bytes of data",
+                wanted=f"data up to byte {end} (truncated file)",
+            )
+        end_of_last = end
