@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from infinilora.protocol.adapter import PARTS, BaseCard, PartGeometry, Site, SiteGeometry
-from infinilora.protocol.ids import digest_of
-from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.ids import Fingerprint, digest_of
 
 Modules = dict[str, tuple[str, int]]
 """Part name -> (module, out width)."""
