@@ -1,0 +1,246 @@
+"""The twins of bus and store that live in one process: for tests and for what needs no cluster.
+
+They pass the contract suites of the real ones, encode every value as these do, and can be told to be away.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from infinilora.protocol import keys
+from infinilora.protocol.errors import Unavailable, WireError, from_wire
+from infinilora.protocol.ids import Digest
+from infinilora.runtime.bus import Handler, Subscription, answer, encode
+from infinilora.runtime.store import (
+    COLD,
+    AddMember,
+    Effect,
+    Lease,
+    Raise,
+    RemoveMember,
+    Swap,
+    Value,
+    hottest,
+    parse_lease,
+)
+
+T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class MemoryBus:
+    """A bus whose broker is this object; all parties of a test share it."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.dropped_events = 0
+        self.durable: list[tuple[str, bytes]] = []
+        """What the broker has on disk."""
+        self._waiting: list[tuple[str, bytes]] = []
+        self._subscriptions: list[Subscription[Any]] = []
+        self._handlers: dict[str, tuple[msgspec.json.Decoder[Any], Handler[Any]]] = {}
+        self._watchers: list[Callable[[bool], None]] = []
+
+    async def __aenter__(self) -> "MemoryBus":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for subscription in list(self._subscriptions):
+            subscription.close()
+
+    def set_connected(self, connected: bool) -> None:  # noqa: FBT001 - the name says what True is
+        self.is_connected = connected
+        if connected:
+            waiting, self._waiting = self._waiting, []
+            for subject, payload in waiting:
+                self._store(subject, payload)
+        for watcher in self._watchers:
+            watcher(connected)
+
+    def on_state(self, callback: Callable[[bool], None]) -> None:
+        self._watchers.append(callback)
+        callback(self.is_connected)
+
+    async def publish(self, subject: str, event: msgspec.Struct) -> None:
+        if self.is_connected:
+            self._deliver(subject, encode(event))
+        else:
+            self.dropped_events += 1
+
+    def subscribe(self, subject: str, kind: type[T]) -> Subscription[T]:
+        subscription: Subscription[T] = Subscription(subject, kind, self._subscriptions.remove)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def request(self, subject: str, message: msgspec.Struct, kind: type[R], *, timeout_s: float) -> R:
+        self._check_connected()
+        if subject not in self._handlers:
+            raise Unavailable(f"nobody answers on {subject}", retry_after_s=1.0)
+        decoder, handler = self._handlers[subject]
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply, headers = await answer(encode(message), decoder, handler)
+        except TimeoutError as error:
+            raise Unavailable(f"no answer on {subject} within {timeout_s} s", retry_after_s=1.0) from error
+        if headers:
+            raise from_wire(msgspec.json.decode(reply, type=WireError))
+        return msgspec.json.decode(reply, type=kind)
+
+    async def serve(self, subject: str, kind: type[T], handler: Handler[T]) -> None:
+        self._handlers[subject] = (msgspec.json.Decoder(kind), handler)
+
+    async def durable_publish(self, subject: str, event: msgspec.Struct) -> None:
+        if self.is_connected:
+            self._store(subject, encode(event))
+        else:
+            self._waiting.append((subject, encode(event)))
+
+    async def flush(self, timeout_s: float = 1.0) -> None:  # noqa: ARG002 - the interface's
+        self._check_connected()
+
+    def _check_connected(self) -> None:
+        if not self.is_connected:
+            raise Unavailable("the broker is away", retry_after_s=1.0)
+
+    def _store(self, subject: str, payload: bytes) -> None:
+        self.durable.append((subject, payload))
+        self._deliver(subject, payload)
+
+    def _deliver(self, subject: str, payload: bytes) -> None:
+        for subscription in self._subscriptions:
+            if _matches(subscription.subject, subject):
+                subscription.push(payload)
+
+
+def _matches(pattern: str, subject: str) -> bool:
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        return len(given) >= len(wanted) and _matches(".".join(wanted[:-1]), ".".join(given[: len(wanted) - 1]))
+    return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))
+
+
+class MemoryStore:
+    """A store in a dict. Everything between two awaits is atomic, as a script is in Redis."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_connected = True
+        self._clock = clock
+        self._values: dict[str, bytes] = {}
+        self._expiry: dict[str, float] = {}
+        self._sets: dict[str, set[str]] = {}
+        self._counters: dict[str, int] = {}
+        self._heat: dict[str, dict[Digest, tuple[float, float]]] = {}
+
+    async def __aenter__(self) -> "MemoryStore":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    async def get(self, key: str, kind: type[T]) -> Value[T] | None:
+        raw = self._read(key)
+        return None if raw is None else Value(msgspec.json.decode(raw, type=kind), raw)
+
+    async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
+        return [await self.get(key, kind) for key in wanted]
+
+    async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
+        self._check_connected()
+        self._write(key, msgspec.json.encode(value), ttl_s)
+
+    async def compare_and_set(
+        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
+    ) -> Swap:
+        if self._read(key) != expected_raw:
+            return Swap(is_done=False)
+        self._write(key, msgspec.json.encode(value), None)
+        return Swap(is_done=True, counters=self._apply(also))
+
+    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
+        if self._read(key) != expected_raw:
+            return Swap(is_done=False)
+        self._drop(key)
+        return Swap(is_done=True, counters=self._apply(also))
+
+    async def members(self, key: str) -> set[str]:
+        self._check_connected()
+        return set(self._sets.get(key, ()))
+
+    async def counter(self, key: str) -> int:
+        self._check_connected()
+        return self._counters.get(key, 0)
+
+    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
+        self._check_connected()
+        scores = self._heat.setdefault(key, {})
+        score, stamp = scores.get(digest, (0.0, now))
+        if now >= stamp:
+            scores[digest] = (score * 2.0 ** ((stamp - now) / half_life_s) + amount, now)
+        else:
+            scores[digest] = (score + amount * 2.0 ** ((now - stamp) / half_life_s), stamp)
+
+    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
+        self._check_connected()
+        held = self._heat.get(key, {})
+        scores = [(d, s * 2.0 ** (min(0.0, t - now) / half_life_s)) for d, (s, t) in held.items()]
+        return hottest([pair for pair in scores if pair[1] >= COLD], half_life_s, top)
+
+    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
+        if self._read(key) is not None:
+            return None
+        epoch = self._counters[epoch_key] = self._counters.get(epoch_key, 0) + 1
+        self._write(key, f"{epoch} {owner}".encode(), ttl_s)
+        return epoch
+
+    async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool:
+        held = self._read(key)
+        if held != f"{epoch} {owner}".encode():
+            return False
+        self._write(key, held, ttl_s)
+        return True
+
+    async def release_lease(self, key: str, owner: str, epoch: int) -> bool:
+        if self._read(key) != f"{epoch} {owner}".encode():
+            return False
+        self._drop(key)
+        return True
+
+    async def lease(self, key: str) -> Lease | None:
+        held = self._read(key)
+        return None if held is None else parse_lease(held.decode())
+
+    def _check_connected(self) -> None:
+        if not self.is_connected:
+            raise Unavailable("the store is away", retry_after_s=1.0)
+
+    def _read(self, key: str) -> bytes | None:
+        self._check_connected()
+        if self._expiry.get(key, self._clock()) < self._clock():
+            self._drop(key)
+        return self._values.get(key)
+
+    def _write(self, key: str, raw: bytes, ttl_s: float | None) -> None:
+        self._values[key] = raw
+        self._expiry.pop(key, None)
+        if ttl_s:
+            self._expiry[key] = self._clock() + ttl_s
+
+    def _drop(self, key: str) -> None:
+        self._values.pop(key, None)
+        self._expiry.pop(key, None)
+
+    def _apply(self, effects: Sequence[Effect]) -> tuple[int, ...]:
+        raised = []
+        for effect in effects:
+            match effect:
+                case AddMember(key, member):
+                    self._sets.setdefault(key, set()).add(member)
+                case RemoveMember(key, member):
+                    self._sets.get(key, set()).discard(member)
+                case Raise(key):
+                    self._counters[key] = self._counters.get(key, 0) + 1
+                    raised.append(self._counters[key])
+        return tuple(raised)

