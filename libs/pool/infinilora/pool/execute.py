@@ -1,0 +1,169 @@
+"""Run one site of one step, and never with the wrong adapter.
+
+`Grants` are what one holder may compute with. They are its lease table as the execution sees it: a slot's memory is
+given back only after its grant is gone, and a grant goes only between two executions of that holder. So while a kernel
+runs, what it reads belongs to the tenancy that the plan named. `StepWork` is a plan: which rows use which tenancy.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from infinilora.kernels.batch import segment_table
+from infinilora.protocol.adapter import Site
+from infinilora.protocol.errors import AdapterFailed, AdapterLoading, InvalidRequest
+
+
+class SiteKernels(Protocol):
+    """The part of SlotKernels that computes."""
+
+    def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None: ...
+    def moe_gate_up(
+        self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+    ) -> None: ...
+    def moe_down(
+        self,
+        layer: int,
+        segments: Tensor,
+        act: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None: ...
+
+
+class TenancyRows(NamedTuple):
+    """Rows [row_start, row_start + rows) of a step use this tenancy of this slot."""
+
+    row_start: int
+    rows: int
+    slot: int
+    slot_generation: int
+
+
+class Grants:
+    """What one holder may compute with. `lock` is held while a kernel runs; `version` changes with any grant.
+
+    The pool alone changes it, under its own lock; the holder's step thread reads it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.version = 0
+        self._granted: dict[int, tuple[int, int]] = {}
+
+    def grant(self, slot: int, slot_generation: int, layers_ready: int) -> None:
+        """Allow layers 0..layers_ready-1 of a tenancy. Need not wait: nothing that runs loses anything."""
+        self._granted[slot] = (slot_generation, layers_ready)
+        self.version += 1
+
+    def revoke(self, slot: int) -> None:
+        """Forbid the slot. Returns when no execution of this holder runs."""
+        with self.lock:
+            self._granted.pop(slot, None)
+            self.version += 1
+
+    def revoke_all(self) -> None:
+        with self.lock:
+            self._granted.clear()
+            self.version += 1
+
+    def ready_layers(self, segments: Sequence[TenancyRows]) -> int:
+        """How many leading layers all segments may compute. Raises AdapterFailed where one is not granted."""
+        ready = 1 << 30
+        for segment in segments:
+            generation, layers = self._granted.get(segment.slot, (None, 0))
+            if generation != segment.slot_generation:
+                found = "no lease" if generation is None else f"a lease on slot_generation {generation}"
+                raise AdapterFailed(
+                    f"slot {segment.slot}: the plan names slot_generation {segment.slot_generation}; "
+                    f"this link has {found}"
+                )
+            ready = min(ready, layers)
+        return ready
+
+
+class StepWork:
+    """The segments of one step: sorted by row, not overlapping. Made once a step, used for each of its sites."""
+
+    def __init__(self, step_id: int, segments: Sequence[TenancyRows]) -> None:
+        self.step_id = step_id
+        self.segments = tuple(segments)
+        self.num_rows = _check_order(self.segments)
+        self._windows: dict[tuple[int, int], Tensor] = {}
+        self._checked = (-1, 0)
+
+    def require(self, grants: Grants, layer: int) -> None:
+        """Raise unless every segment's tenancy is granted and has this layer. With `grants.lock` held."""
+        version, ready = self._checked
+        if version != (current := grants.version):
+            ready = grants.ready_layers(self.segments)
+            self._checked = (current, ready)
+        if layer >= ready:
+            raise AdapterLoading(f"layer {layer} of a segment's adapter is not there; {ready} layers are")
+
+    def window(self, row_start: int, rows: int) -> Tensor:
+        """Int32 [n, 3]: the segments within rows [row_start, row_start + rows), counted from row_start."""
+        table = self._windows.get((row_start, rows))
+        if table is None:
+            end = row_start + rows
+            cut = [
+                (max(s.row_start, row_start) - row_start, min(s.row_start + s.rows, end), s)
+                for s in self.segments
+                if s.row_start < end and s.row_start + s.rows > row_start
+            ]
+            table = segment_table((at, stop - row_start - at, s.slot) for at, stop, s in cut)
+            self._windows[row_start, rows] = table
+        return table
+
+
+class SiteCall(NamedTuple):
+    """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f]."""
+
+    layer: int
+    site: int
+    row_start: int
+    x: Tensor
+    out: Tensor
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+
+
+def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall, *, accumulate: bool = False) -> None:
+    """Write (or `accumulate`) the delta of the rows' adapters to call.out; rows that have none get zeros (nothing).
+
+    Raises AdapterFailed for a tenancy that the holder does not lease, AdapterLoading for a layer that is not there.
+    """
+    with grants.lock:
+        work.require(grants, call.layer)
+        table = work.window(call.row_start, call.x.shape[0])
+        match call.site:
+            case Site.MOE_GATE_UP:
+                kernels.moe_gate_up(call.layer, table, call.x, _ids(call), call.out, accumulate=accumulate)
+            case Site.MOE_DOWN:
+                ids, weights = _ids(call), call.topk_weights
+                if weights is None:
+                    raise InvalidRequest("site moe_down came without topk_weights")
+                kernels.moe_down(call.layer, table, call.x, ids, weights, call.out, accumulate=accumulate)
+            case _:
+                kernels.dense(call.layer, call.site, table, call.x, call.out, accumulate=accumulate)
+
+
+def _ids(call: SiteCall) -> Tensor:
+    if call.topk_ids is None or call.topk_ids.dtype != torch.int32:
+        raise InvalidRequest(f"site {call.site} needs topk_ids, int32 [rows, k]")
+    return call.topk_ids
+
+
+def _check_order(segments: Sequence[TenancyRows]) -> int:
+    end = 0
+    for segment in segments:
+        if segment.row_start < end or segment.rows < 1:
+            raise InvalidRequest(f"plan: {segment} begins before row {end}, or has no rows")
+        end = segment.row_start + segment.rows
+    return end

@@ -1,0 +1,270 @@
+"""Brings adapters into the pool's memory, layer by layer, on a few threads. Decides nothing about slots.
+
+A *load* is one digest on its way: first *sized* (its manifest read), then it rests until it is given memory, then its
+layers come, verified and bound, one by one. There is one load for a digest at a time. A thread takes a load for one
+piece of work (the manifest, or one layer) and puts it behind the others, so that a large adapter never keeps a small
+one waiting for longer than a layer. A load that nobody wants is cancelled between two layers.
+
+Callbacks come from the loader's threads with no lock of the loader held.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinilora.kernels.batch import SiteWeights
+from infinilora.pool.bind import site_weights
+from infinilora.pool.tiers import PackedSource, Tiers
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
+from infinilora.protocol.ids import Digest
+from infinilora.weights.packed import PackedHeader, packed_ranges
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Pauses between attempts while the store is unavailable; then the load fails. Progress starts them anew."""
+
+
+class Binder(Protocol):
+    """The part of SlotKernels that a loader needs."""
+
+    def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None: ...
+
+
+class LoadListener(Protocol):
+    """Who is told what becomes of loads. Every load ends in exactly one `failed`, `stopped` or last `layer_ready`."""
+
+    def sized(self, digest: Digest, header: PackedHeader) -> None: ...
+    def layer_ready(self, target: "Target", count: int) -> None: ...
+    def failed(self, digest: Digest, error: InfiniLoraError) -> None: ...
+    def stopped(self, target: "Target") -> None:
+        """A cancelled load that was at work has let go of its memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a load goes: a tenancy of a slot, and memory for each layer (uint8; empty where nothing is adapted)."""
+
+    slot: int
+    slot_generation: int
+    layers: Sequence[Tensor]
+
+
+@dataclass(slots=True)
+class _Load:
+    digest: Digest
+    source: PackedSource | None = None
+    target: Target | None = None
+    next_layer: int = 0
+    attempts: int = 0
+    is_resting: bool = False
+    is_running: bool = False
+    is_cancelled: bool = False
+
+
+@dataclass(order=True, slots=True)
+class _Turn:
+    not_before: float
+    number: int
+    load: _Load = field(compare=False)
+
+
+class Loader:
+    """`_loads` holds every load that may still call back; each is resting, in the heap of turns, or with a thread."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        kernels: Binder,
+        listener: LoadListener,
+        *,
+        num_threads: int,
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._tiers = tiers
+        self._kernels = kernels
+        self._listener = listener
+        self._on_death = on_death
+        self._changed = threading.Condition()
+        self._loads: dict[Digest, _Load] = {}
+        self._turns: list[_Turn] = []
+        self._num_turns = 0
+        self._num_stopping = 0
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"loader-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def want(self, digest: Digest) -> None:
+        """Read the manifest; `sized` or `failed` follows. Does nothing if the digest is on its way already."""
+        with self._changed:
+            if digest not in self._loads:
+                self._loads[digest] = load = _Load(digest)
+                self._schedule(load, 0.0)
+
+    def stage(self, digest: Digest, target: Target) -> None:
+        """Give the digest's load its memory: `layer_ready` follows for each layer."""
+        with self._changed:
+            load = self._loads.get(digest)
+            if load is None:
+                self._loads[digest] = load = _Load(digest)
+                self._schedule(load, 0.0)
+            assert load.target is None
+            load.target = target
+            if load.is_resting:
+                load.is_resting = False
+                self._schedule(load, 0.0)
+
+    def cancel(self, digest: Digest) -> bool:
+        """Nobody wants it. True: no thread touches its memory from now on; False: `stopped` will say when."""
+        with self._changed:
+            load = self._loads.pop(digest, None)
+            if load is None:
+                return True
+            load.is_cancelled = True
+            if load.is_running:
+                self._num_stopping += 1
+                return load.target is None
+        _close(load)
+        return True
+
+    def close(self) -> None:
+        """Stop the threads; no callback comes after this returns."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for load in self._loads.values():
+            _close(load)
+        self._loads.clear()
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that have not ended, resting ones and those still stopping included."""
+        with self._changed:
+            return len(self._loads) + self._num_stopping
+
+    def _schedule(self, load: _Load, pause_s: float) -> None:
+        self._num_turns += 1
+        heappush(self._turns, _Turn(time.monotonic() + pause_s, self._num_turns, load))
+        self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while load := self._next():
+                self._work(load)
+        except BaseException as error:
+            self._on_death(error)
+            raise
+
+    def _next(self) -> _Load | None:
+        with self._changed:
+            while not self._is_closing:
+                pause_s = self._turns[0].not_before - time.monotonic() if self._turns else None
+                if pause_s is not None and pause_s <= 0:
+                    load = heappop(self._turns).load
+                    if not load.is_cancelled:
+                        load.is_running = True
+                        return load
+                else:
+                    self._changed.wait(pause_s)
+        return None
+
+    def _work(self, load: _Load) -> None:
+        try:
+            if load.source is None:
+                load.source = source = self._tiers.open(load.digest)
+                load.attempts = 0
+                if self._end_turn(load):
+                    self._listener.sized(load.digest, source.header)
+            else:
+                assert load.target is not None
+                self._load_layer(load, load.source, load.target)
+        except Unavailable as error:
+            self._try_again(load, error)
+        except InfiniLoraError as error:
+            self._fail(load, error)
+        except ValueError as error:
+            self._fail(load, AdapterFailed(f"adapter {load.digest} does not fit this base: {error}"))
+
+    def _load_layer(self, load: _Load, source: PackedSource, target: Target) -> None:
+        layer = load.next_layer
+        data = target.layers[layer]
+        _read_layer(source, layer, data)
+        at = 0
+        for entry, _, num_bytes in packed_ranges(source.header, layer):
+            parts = site_weights(entry, source.header.manifest.dtype, data[at : at + num_bytes])
+            self._kernels.bind(target.slot, layer, entry.site, parts, entry.in_dim, entry.out_dim)
+            at += num_bytes
+        load.next_layer, load.attempts = layer + 1, 0
+        is_last = load.next_layer == len(target.layers)
+        if load.is_cancelled:
+            self._end_turn(load)
+            return
+        self._listener.layer_ready(target, load.next_layer)
+        if is_last:
+            source.commit()
+        self._end_turn(load, is_last=is_last)
+
+    def _try_again(self, load: _Load, error: Unavailable) -> None:
+        if load.attempts >= len(RETRY_AFTER_S):
+            self._fail(load, error)
+            return
+        load.attempts += 1
+        pause_s = RETRY_AFTER_S[load.attempts - 1]
+        logger.info("store unavailable", extra={"adapter_id": load.digest, "pause_s": pause_s, "reason": str(error)})
+        self._end_turn(load, pause_s=pause_s)
+
+    def _fail(self, load: _Load, error: InfiniLoraError) -> None:
+        logger.warning("load failed", extra={"adapter_id": load.digest, "code": error.code, "reason": str(error)})
+        if self._end_turn(load, is_last=True):
+            self._listener.failed(load.digest, error)
+
+    def _end_turn(self, load: _Load, *, pause_s: float = 0.0, is_last: bool = False) -> bool:
+        """The thread lets go of the load; False if it was cancelled meanwhile (then `stopped` has been called).
+
+        A load with nothing to do before it is given memory rests.
+        """
+        with self._changed:
+            load.is_running = False
+            is_cancelled = load.is_cancelled
+            if is_cancelled:
+                self._num_stopping -= 1
+            elif is_last:
+                del self._loads[load.digest]
+            elif load.source is None or load.target is not None:
+                self._schedule(load, pause_s)
+            else:
+                load.is_resting = True
+        if is_cancelled or is_last:
+            _close(load)
+        if is_cancelled and load.target is not None:
+            self._listener.stopped(load.target)
+        return not is_cancelled
+
+
+def _close(load: _Load) -> None:
+    if load.source:
+        load.source.close()
+        load.source = None
+
+
+def _read_layer(source: PackedSource, layer: int, target: Tensor) -> None:
+    """Read into the pool's memory: straight on a CPU, through a host buffer elsewhere."""
+    if target.device.type == "cpu":
+        source.read_layer(layer, target.numpy().data)
+        return
+    host = torch.empty(target.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    source.read_layer(layer, host.numpy().data)
+    target.copy_(host)

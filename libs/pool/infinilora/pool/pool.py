@@ -1,0 +1,424 @@
+"""The adapter pool: leases, slots, memory, loading and kernels as one thing. Thread-safe.
+
+Used by the lora-server, a holder for each link, and by the engine's local mode, with one holder. It decides nothing
+itself: `slots.SlotTable` does; this file carries decisions out and tells holders.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from infinilora.pool.cache import DiskCache
+from infinilora.pool.execute import Grants, SiteKernels
+from infinilora.pool.loader import Binder, Loader, Target
+from infinilora.pool.pages import PageArena, Run
+from infinilora.pool.slots import Drain, Limits, Place, Refuse, Slot, SlotState, SlotTable
+from infinilora.pool.tiers import Tiers
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
+from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.runtime.blobs import BlobStore
+from infinilora.weights.packed import PackedHeader
+
+logger = logging.getLogger(__name__)
+
+FAILURE_REMEMBERED_S = 3.0
+"""For so long a digest that failed is refused without another attempt: a broken adapter must not hammer the store."""
+
+
+class PoolKernels(Binder, SiteKernels, Protocol):
+    """What the pool needs of `kernels.SlotKernels`."""
+
+    def clear(self, slot: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """How large a pool is and where it reads. `num_layers` is the base's, without lm_head."""
+
+    base: Fingerprint
+    num_layers: int
+    capacity_bytes: int
+    num_slots: int
+    cache_dir: Path
+    cache_bytes: int
+    loader_threads: int = 2
+    device: torch.device | str = "cpu"
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """What a holder's lease has come to: granted with so many leading layers ready, or failed with `error`.
+
+    `layer_sites`: bit s of entry l says that site s of layer l is adapted; lm_head is the last layer.
+    """
+
+    digest: Digest
+    slot: int = -1
+    slot_generation: int = 0
+    layer_sites: tuple[int, ...] = ()
+    layers_ready: int = 0
+    error: InfiniLoraError | None = None
+
+    @property
+    def is_admissible(self) -> bool:
+        return self.error is None and self.layers_ready > 0
+
+    @property
+    def is_resident(self) -> bool:
+        return self.is_admissible and self.layers_ready >= len(self.layer_sites)
+
+
+OnChange = Callable[[LeaseState], None]
+"""Told each new state of one lease, in order, from any thread, under the pool's lock: be quick, do not call back.
+
+After a state with `error` the lease is gone. Nothing comes after `release` or `drop` has returned.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How full the pool is."""
+
+    bytes_total: int
+    bytes_free: int
+    leases: int
+    resident: tuple[Digest, ...]
+
+
+@dataclass(slots=True)
+class _Holder:
+    grants: Grants
+    listeners: dict[Digest, OnChange]
+
+
+class AdapterPool:
+    """Between calls every decision of the table has been carried out, but for loads that are still stopping."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        blobs: BlobStore,
+        kernels: PoolKernels,
+        *,
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self.kernels = kernels
+        self._config = config
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._arena = PageArena(config.capacity_bytes, device=config.device)
+        self._table = SlotTable(
+            num_slots=config.num_slots,
+            capacity_bytes=self._arena.capacity_bytes,
+            limits=config.limits,
+            # A plan made for an earlier life of this process must not fit a tenancy of this one.
+            first_generation=secrets.randbits(30),
+        )
+        self._runs: dict[int, tuple[Run, ...]] = {}
+        self._headers: dict[Digest, PackedHeader] = {}
+        self._holders: dict[str, _Holder] = {}
+        self._refused: dict[Digest, tuple[float, InfiniLoraError]] = {}
+        self._is_closed = False
+        self._cache = DiskCache(config.cache_dir, config.cache_bytes)
+        tiers = Tiers(blobs, self._cache)
+        self._loader = Loader(tiers, kernels, self, num_threads=config.loader_threads, on_death=on_death)
+        self._on_death = on_death
+        self._timer = threading.Thread(target=self._keep_time, name="pool-timer", daemon=True)
+        self._timer.start()
+
+    # For holders ---------------------------------------------------------------------------------
+
+    def grants(self, holder: str) -> Grants:
+        """What `execute` may compute with for this holder."""
+        with self._lock:
+            return self._holder(holder).grants
+
+    def lease(self, holder: str, digest: Digest, on_change: OnChange) -> None:
+        """Ask for a lease; returns at once. `on_change` is told of it, now if it can be granted now. Idempotent."""
+        now = time.monotonic()
+        with self._lock:
+            if error := self._known_failure(digest, now):
+                on_change(LeaseState(digest, error=error))
+                return
+            try:
+                slot = self._table.lease(holder, digest, now)
+            except InfiniLoraError as error:
+                on_change(LeaseState(digest, error=error))
+                return
+            self._holder(holder).listeners[digest] = on_change
+            if slot:
+                self._tell(holder, slot)
+            else:
+                self._loader.want(digest)
+            self._carry_out(now)
+
+    def release(self, holder: str, digest: Digest) -> None:
+        """Give a lease up, or the wait for it. Waits for an execution of this holder that is running now."""
+        now = time.monotonic()
+        with self._lock:
+            self._release(holder, digest, now)
+            self._carry_out(now)
+
+    def drop(self, holder: str) -> None:
+        """The holder is gone, and all it held with it."""
+        now = time.monotonic()
+        with self._lock:
+            for digest in self._table.held_by(holder):
+                self._release(holder, digest, now)
+            if gone := self._holders.pop(holder, None):
+                gone.grants.revoke_all()
+            self._carry_out(now)
+
+    # For the coordinator: hints, and the hand controls ---------------------------------------------
+
+    def stage(self, digest: Digest) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if self._known_failure(digest, now) is None:
+                self._table.stage(digest)
+                self._want_waiting(digest)
+                self._carry_out(now)
+
+    def evict(self, digest: Digest) -> None:
+        with self._lock:
+            self._table.evict(digest)
+            if digest not in self._table.waiting and self._table.slot_of(digest) is None:
+                self._loader.cancel(digest)
+            self._carry_out(time.monotonic())
+
+    def pin(self, digest: Digest, *, pinned: bool) -> None:
+        with self._lock:
+            self._table.pin(digest, pinned=pinned)
+            self._want_waiting(digest)
+            self._carry_out(time.monotonic())
+
+    def drain(self, *, draining: bool) -> None:
+        """Grant no new lease (or do again). Leases in force stay."""
+        with self._lock:
+            self._table.is_draining = draining
+            self._carry_out(time.monotonic())
+
+    # What is so ----------------------------------------------------------------------------------
+
+    def resident(self) -> tuple[Digest, ...]:
+        with self._lock:
+            return self._table.resident()
+
+    def load(self) -> PoolLoad:
+        with self._lock:
+            return PoolLoad(
+                bytes_total=self._table.capacity_bytes,
+                bytes_free=self._table.free_bytes,
+                leases=self._table.num_leases,
+                resident=self._table.resident(),
+            )
+
+    def check(self) -> None:
+        """Raise AssertionError where books and memory disagree. `check_idle` for a pool that nobody uses."""
+        with self._lock:
+            self._table.check()
+            self._arena.check(run for runs in self._runs.values() for run in runs)
+            in_use = {s.index for s in self._table.slots if s.state is not SlotState.EMPTY}
+            assert set(self._runs) == in_use, (set(self._runs), in_use)
+
+    def check_idle(self) -> None:
+        """`check`, and raise AssertionError if a lease, a wait or a load is left."""
+        self.check()
+        with self._lock:
+            assert not self._table.waiting, list(self._table.waiting)
+            assert self._table.num_leases == 0
+        assert self._loader.num_loads == 0
+
+    def close(self) -> None:
+        """Stop all threads and let go of the disk cache. Holders are told nothing more."""
+        with self._lock:
+            self._is_closed = True
+            self._wake.notify_all()
+        self._timer.join()
+        self._loader.close()
+        self._cache.close()
+
+    # From the loader's threads -------------------------------------------------------------------
+
+    def sized(self, digest: Digest, header: PackedHeader) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if digest not in self._table.waiting:
+                self._loader.cancel(digest)
+                return
+            if error := self._misfit(digest, header):
+                self._loader.cancel(digest)
+                self._lose(digest, error, now)
+            else:
+                self._headers[digest] = header
+                cost = self._arena.cost(self._layer_sizes(header))
+                self._table.sized(digest, num_bytes=cost, num_layers=self._num_layers, now=now)
+            self._carry_out(now)
+
+    def layer_ready(self, target: Target, count: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            slot = self._table.layers_ready(target.slot, target.slot_generation, count, now)
+            if slot is None:
+                return
+            for holder in slot.holders:
+                self._tell(holder, slot)
+            if slot.state is SlotState.READY:
+                extra = {"adapter_id": slot.digest, "slot": slot.index, "staged_s": round(slot.reload_s, 4)}
+                logger.info("adapter resident", extra=extra)
+                self._carry_out(now)
+
+    def failed(self, digest: Digest, error: InfiniLoraError) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._lose(digest, error, now)
+            self._carry_out(now)
+
+    def stopped(self, target: Target) -> None:
+        with self._lock:
+            self._empty(target.slot, target.slot_generation)
+            self._carry_out(time.monotonic())
+
+    # Under the lock ------------------------------------------------------------------------------
+
+    @property
+    def _num_layers(self) -> int:
+        """lm_head counts as a layer, the last."""
+        return self._config.num_layers + 1
+
+    def _carry_out(self, now: float) -> None:
+        """Do what the table decides until it has nothing more to say."""
+        while decision := self._table.decide(now):
+            match decision:
+                case Drain():
+                    self._drain(decision)
+                case Place():
+                    self._place(decision, now)
+                case Refuse():
+                    self._loader.cancel(decision.digest)
+                    self._headers.pop(decision.digest, None)
+                    self._tell_lost(self._table.refuse(decision.digest), decision.digest, decision.error)
+        if self._table.waiting:
+            self._wake.notify_all()
+
+    def _place(self, decision: Place, now: float) -> None:
+        digest = decision.digest
+        header = self._headers[digest]
+        runs = self._arena.allocate(self._layer_sizes(header))
+        if runs is None:
+            self._table.no_room(digest)
+            return
+        slot = self._table.place(digest, now)
+        self._runs[slot.index] = runs
+        for holder in slot.holders:
+            self._tell(holder, slot)
+        target = Target(slot.index, slot.slot_generation, tuple(run.data for run in runs))
+        self._loader.stage(digest, target)
+
+    def _drain(self, drain: Drain) -> None:
+        self._headers.pop(drain.digest, None)
+        if self._loader.cancel(drain.digest):
+            self._empty(drain.slot, drain.slot_generation)
+
+    def _empty(self, slot: int, slot_generation: int) -> None:
+        self.kernels.clear(slot)
+        self._arena.free(self._runs.pop(slot))
+        self._table.emptied(slot, slot_generation)
+
+    def _lose(self, digest: Digest, error: InfiniLoraError, now: float) -> None:
+        self._refused[digest] = (now + FAILURE_REMEMBERED_S, error)
+        slot = self._table.slot_of(digest)
+        holders, drain = self._table.failed(digest)
+        self._tell_lost(holders, digest, error, slot)
+        self._headers.pop(digest, None)
+        if drain:
+            self._drain(drain)
+
+    def _release(self, holder: str, digest: Digest, now: float) -> None:
+        slot = self._table.slot_of(digest)
+        self._table.release(holder, digest, now)
+        known = self._holders.get(holder)
+        if known is None:
+            return
+        known.listeners.pop(digest, None)
+        if slot:
+            known.grants.revoke(slot.index)
+        elif digest not in self._table.waiting:
+            self._loader.cancel(digest)
+            self._headers.pop(digest, None)
+
+    def _tell(self, holder: str, slot: Slot) -> None:
+        assert slot.digest is not None
+        known = self._holders[holder]
+        known.grants.grant(slot.index, slot.slot_generation, slot.layers_ready)
+        known.listeners[slot.digest](
+            LeaseState(
+                digest=slot.digest,
+                slot=slot.index,
+                slot_generation=slot.slot_generation,
+                layer_sites=self._headers[slot.digest].manifest.layer_sites(),
+                layers_ready=slot.layers_ready,
+            )
+        )
+
+    def _tell_lost(
+        self, holders: tuple[str, ...], digest: Digest, error: InfiniLoraError, slot: Slot | None = None
+    ) -> None:
+        for name in holders:
+            holder = self._holders[name]
+            if slot:
+                holder.grants.revoke(slot.index)
+            holder.listeners.pop(digest)(LeaseState(digest, error=error))
+
+    def _holder(self, holder: str) -> _Holder:
+        return self._holders.setdefault(holder, _Holder(Grants(), {}))
+
+    def _want_waiting(self, digest: Digest) -> None:
+        if digest in self._table.waiting:
+            self._loader.want(digest)
+
+    def _known_failure(self, digest: Digest, now: float) -> InfiniLoraError | None:
+        for known in [d for d, (until, _) in self._refused.items() if until <= now]:
+            del self._refused[known]
+        return self._refused[digest][1] if digest in self._refused else None
+
+    def _layer_sizes(self, header: PackedHeader) -> list[int]:
+        sizes = [0] * self._num_layers
+        for entry in header.manifest.sites:
+            sizes[entry.layer] += entry.num_bytes
+        return sizes
+
+    def _misfit(self, digest: Digest, header: PackedHeader) -> InfiniLoraError | None:
+        found, wanted = header.manifest, self._config
+        if found.base != wanted.base:
+            return AdapterFailed(f"adapter {digest} is of base {found.base}; this pool serves {wanted.base}")
+        if found.num_layers != wanted.num_layers:
+            return AdapterFailed(f"adapter {digest} has {found.num_layers} layers, the base {wanted.num_layers}")
+        return None
+
+    def _keep_time(self) -> None:
+        """Wait for the table's next deadline and let it decide."""
+        try:
+            with self._wake:
+                while not self._is_closed:
+                    now = time.monotonic()
+                    deadline = self._table.next_deadline(now)
+                    self._wake.wait(None if deadline is None else max(0.0, deadline - now))
+                    if not self._is_closed:
+                        self._time_passed()
+        except BaseException as error:
+            self._on_death(error)
+            raise
+
+    def _time_passed(self) -> None:
+        now = time.monotonic()
+        if self._table.waiting:
+            self._carry_out(now)
