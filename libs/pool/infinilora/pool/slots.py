@@ -149,7 +149,7 @@ class SlotTable:
         if slot is None:
             entry = self._wait_for(digest)
             if not entry.holders:
-                entry.since = now
+                entry.since, entry.bypassed = now, 0
             entry.holders.add(holder)
             return None
         slot.holders.add(holder)
