@@ -1,10 +1,10 @@
 """What can go wrong on a link, as leaves under `InfiniLoraError`.
 
-    Unavailable
-    └── LinkError
-        ├── LinkClosed     the peer is gone, or one end was closed
-        ├── LinkTimeout    the peer did not answer by the deadline: quarantine the link
-        └── LinkRefused    the peer answered with an error, kept as `refusal`
+Unavailable
+└── LinkError
+    ├── LinkClosed     the peer is gone, or one end was closed
+    ├── LinkTimeout    the peer did not answer by the deadline: quarantine the link
+    └── LinkRefused    the peer answered with an error, kept as `refusal`
 """
 
 from infinilora.protocol.errors import Unavailable, WireError

@@ -140,9 +140,7 @@ def rows_per_chunk(rows: int, request_row_bytes: int, reply_row_bytes: int, buff
     return min(fit, max(rows, 1))
 
 
-def chunk_rows(
-    rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int
-) -> list[tuple[int, int]]:
+def chunk_rows(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
     """Cut a site call into `(row_start, rows)`: one request chunk, one reply buffer."""
     step = rows_per_chunk(rows, request_row_bytes, reply_row_bytes, buffer_bytes)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]

@@ -15,10 +15,9 @@
 // Python mirrors of these layouts: link/frame.py (FrameHeader), link/layout.py (FileHeader), link/ring.py (Ticket).
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <new>
-#include <vector>
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -79,9 +78,14 @@ struct Rings {
   uint64_t n, stride, capacity;
   int64_t spin_ns;
 
-  Rings(char* at, int64_t spin)
-      : base(at), file(reinterpret_cast<FileHeader*>(at)), n(file->num_buffers), stride(file->stride),
-        capacity(file->buffer_bytes), spin_ns(spin) {}
+  void open(char* at, int64_t spin) {
+    base = at;
+    file = reinterpret_cast<FileHeader*>(at);
+    n = file->num_buffers;
+    stride = file->stride;
+    capacity = file->buffer_bytes;
+    spin_ns = spin;
+  }
   FrameHeader* request(uint64_t i) const { return reinterpret_cast<FrameHeader*>(base + kRingsAt + (i % n) * stride); }
   FrameHeader* reply(uint64_t i) const {
     return reinterpret_cast<FrameHeader*>(base + kRingsAt + (n + i % n) * stride);
@@ -254,15 +258,13 @@ void copy_rows(char* to, uint64_t from, uint64_t stride, uint64_t row_bytes, uin
 
 // The engine's end ------------------------------------------------------------------------------------------
 
-struct Engine : Rings {
-  uint64_t written = 0;  // request frames written, plans included
-  uint64_t next = 0;     // the sequence the next ticket's first chunk gets
-  uint64_t sent = 0;     // chunks [0, sent) are in the ring or answered; sent <= next
-  uint64_t oldest = 0;   // chunks [0, oldest) have given their reply buffer back
-  uint64_t stale = 0;    // replies dropped: nobody waits for them any more
-  std::vector<uint8_t> state;
-
-  Engine(char* at, int64_t spin) : Rings(at, spin), state(n, kDone) {}
+struct Engine : Rings {    // begins as zeros
+  uint64_t written;        // request frames written, plans included
+  uint64_t next;           // the sequence the next ticket's first chunk gets
+  uint64_t sent;           // chunks [0, sent) are in the ring or answered; sent <= next
+  uint64_t oldest;         // chunks [0, oldest) have given their reply buffer back
+  uint64_t stale;          // replies dropped: nobody waits for them any more
+  uint8_t state[];         // of chunk s at [s % n], for s in [oldest, sent)
 
   bool arrived(uint64_t s) const { return load(&reply(s)->word) == s + 1; }
   bool has_room() const { return written - load(&file->consumed) < n; }
@@ -361,10 +363,8 @@ struct Engine : Rings {
 
 // The server's end ------------------------------------------------------------------------------------------
 
-struct Server : Rings {
-  uint64_t taken = 0;  // request frames done with
-
-  Server(char* at, int64_t spin) : Rings(at, spin) {}
+struct Server : Rings {  // begins as zeros
+  uint64_t taken;        // request frames done with
 
   void release() {
     store(&file->consumed, ++taken);
@@ -376,10 +376,21 @@ struct Server : Rings {
 
 extern "C" {
 
-void* il_ring_engine_open(char* base, int64_t spin_ns) { return new (std::nothrow) Engine(base, spin_ns); }
-void il_ring_engine_free(Engine* e) { delete e; }
-void* il_ring_server_open(char* base, int64_t spin_ns) { return new (std::nothrow) Server(base, spin_ns); }
-void il_ring_server_free(Server* s) { delete s; }
+// The private state of one end of the file mapped at `base`; null without memory for it.
+Engine* il_ring_engine_open(char* base, int64_t spin_ns) {
+  const uint64_t chunks = reinterpret_cast<FileHeader*>(base)->num_buffers;
+  Engine* e = static_cast<Engine*>(std::calloc(1, sizeof(Engine) + chunks));
+  if (e) e->open(base, spin_ns);
+  return e;
+}
+
+Server* il_ring_server_open(char* base, int64_t spin_ns) {
+  Server* s = static_cast<Server*>(std::calloc(1, sizeof(Server)));
+  if (s) s->open(base, spin_ns);
+  return s;
+}
+
+void il_ring_free(void* end) { std::free(end); }
 
 // Say that one end (0: engine, 1: server) is open, shut or quarantined, and wake whoever sleeps. Any thread.
 void il_ring_mark(char* base, int is_server, uint32_t state) {

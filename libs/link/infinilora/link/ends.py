@@ -1,0 +1,378 @@
+"""The two ends of a link as the rest of the system sees them, whatever carries the frames.
+
+    engine                                server
+      send_plan(step_id, segments)  ->      recv() -> Call(PLAN)
+      ticket = submit(layer, ...)   ->      recv() -> Call(SITE): x, topk as views of the link's memory
+        (base product meanwhile)              kernels write reply_buffer(call)
+      wait(ticket, y, add=True)     <-      reply(call)   or   refuse(call, error)
+
+A port (native ring, Python ring, TCP stream) carries frames; these classes cut, check and account.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from infinilora.link.errors import LinkClosed, LinkRefused
+from infinilora.link.frame import (
+    DTYPE_CODES,
+    HEADER_BYTES,
+    NO_TRACE,
+    Flag,
+    Header,
+    Kind,
+    PlanSegment,
+    rows_per_chunk,
+)
+from infinilora.link.layout import Arena, State
+from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, WireError
+
+PLAN_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A site call on its way. Its inputs must stay unchanged until it was waited for or abandoned.
+
+    A port sends its chunks as buffers and credits allow: `sent` and `received` count them.
+    """
+
+    header: Header
+    x: Tensor
+    topk_ids: Tensor | None
+    topk_weights: Tensor | None
+    rows: int
+    chunk_rows: int
+    first: int = 0
+    sent: int = 0
+    received: int = 0
+    settled: Tensor | None = None
+    """The delta, where it had to be taken before anybody waited for it."""
+    done: bool = False
+    native: object = None
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
+    def chunk(self, index: int) -> tuple[int, int]:
+        """(row_start, rows) of a chunk, counted from the ticket's first row."""
+        start = index * self.chunk_rows
+        return start, min(self.chunk_rows, self.rows - start)
+
+    def chunk_header(self, index: int, sequence: int, payload_bytes: int) -> Header:
+        start, rows = self.chunk(index)
+        last = Flag.LAST if index + 1 == self.chunks else 0
+        return self.header._replace(
+            flags=self.header.flags | last,
+            sequence=sequence,
+            row_start=self.header.row_start + start,
+            rows=rows,
+            payload_bytes=payload_bytes,
+        )
+
+
+class EnginePort(Protocol):
+    """Carries frames for an engine. All but `mark` are called from one thread; only collect and send_plan wait."""
+
+    buffer_bytes: int
+    takes_in_order: bool
+    """Whether answers can only be taken in the order of the calls."""
+
+    def submit(self, ticket: Ticket) -> None:
+        """Send what there is room and credit for."""
+        ...
+
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
+        """Send the rest, and put every row into out [rows, out_cols]. LinkTimeout, LinkClosed, LinkRefused."""
+        ...
+
+    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None: ...
+
+    def abandon(self) -> None:
+        """Answers to everything outstanding are dropped as they come, and counted as stale."""
+        ...
+
+    def mark(self, state: State) -> None:
+        """Say to the peer, and to a waiter of this end, that this end is in `state`. Any thread."""
+        ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks sent whose reply buffer has not been given back."""
+        ...
+
+    @property
+    def stale(self) -> int: ...
+
+
+class EngineEnd:
+    """The end of the step thread. A ticket is waited for at most once; `abandon` ends a step early."""
+
+    def __init__(self, port: EnginePort) -> None:
+        self._port = port
+        self._outstanding: list[Ticket] = []
+        self._trace = NO_TRACE
+
+    def send_plan(self, step_id: int, segments: Sequence[PlanSegment], *, trace: bytes = NO_TRACE) -> None:
+        """Begin a step: what was outstanding is abandoned; the site calls that follow belong to `step_id`."""
+        self.abandon()
+        body = torch.tensor(segments, dtype=torch.int32).reshape(-1, 4).numpy().tobytes()
+        if len(body) > self._port.buffer_bytes:
+            raise InvalidRequest(f"a plan of {len(segments)} segments does not fit a link buffer")
+        self._trace = trace
+        header = Header(kind=Kind.PLAN, step_id=step_id, rows=len(segments), payload_bytes=len(body), trace=trace)
+        self._port.send_plan(header, body, timeout_s=PLAN_TIMEOUT_S)
+
+    def submit(
+        self,
+        step_id: int,
+        layer: int,
+        site: int,
+        x: Tensor,
+        out_cols: int,
+        *,
+        row_start: int = 0,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        in_slice: tuple[int, int] = (0, 0),
+        out_slice: tuple[int, int] = (0, 0),
+    ) -> Ticket:
+        """Send the rows of x [T, ...] to be answered with [T, out_cols] of the same dtype. Never waits.
+
+        `row_start` is the step's row of x[0]. What finds no room or credit now is sent by `wait`, so x must
+        not change until then.
+        """
+        rows, flat = x.shape[0], _rows(x)
+        if x.dtype not in DTYPE_CODES:
+            raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; x is {x.dtype}")
+        topk, flags = 0, 0
+        if topk_ids is not None:
+            topk, flags, topk_ids = topk_ids.shape[1], Flag.HAS_IDS, _rows(topk_ids.to(torch.int32))
+        if topk_weights is not None:
+            topk, flags = topk_weights.shape[1], flags | Flag.HAS_WEIGHTS
+            topk_weights = _rows(topk_weights.to(torch.float32))
+        header = Header(
+            Kind.SITE, flags, step_id, 0, layer, site, row_start, rows, flat.shape[1], out_cols,
+            *in_slice, *out_slice, topk, DTYPE_CODES[x.dtype], 0, self._trace,
+        )  # fmt: skip
+        width = x.dtype.itemsize
+        per_chunk = rows_per_chunk(rows, flat.shape[1] * width + 8 * topk, out_cols * width, self._port.buffer_bytes)
+        ticket = Ticket(header, flat, topk_ids, topk_weights, rows, per_chunk)
+        self._outstanding.append(ticket)
+        self._port.submit(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket, out: Tensor, *, deadline_s: float, add: bool) -> None:
+        """out [T, ...] = delta, or += delta, chunk by chunk as it comes; at most `deadline_s` from now.
+
+        Raises LinkTimeout (quarantine the link), LinkClosed, or LinkRefused (the step is abandoned).
+        """
+        if ticket.done:
+            raise LinkClosed("this site call was abandoned or has been waited for")
+        target = _rows_in_place(out, ticket.rows, ticket.header.out_cols)
+        deadline = time.monotonic() + deadline_s
+        if ticket.settled is None and (self._port.takes_in_order or ticket.sent < ticket.chunks):
+            self._settle_before(ticket, deadline)
+        if ticket.settled is not None:
+            target.add_(ticket.settled) if add else target.copy_(ticket.settled)
+        else:
+            self._collect(ticket, target, deadline, add=add)
+        ticket.done = True
+        self._outstanding.remove(ticket)
+
+    def _settle_before(self, ticket: Ticket, deadline: float) -> None:
+        """Take the answers of earlier calls out of the link: they hold the room that this one needs."""
+        for earlier in self._outstanding[: self._outstanding.index(ticket)]:
+            if earlier.settled is None:
+                held = torch.empty(earlier.rows, earlier.header.out_cols, dtype=earlier.x.dtype)
+                self._collect(earlier, held, deadline, add=False)
+                earlier.settled = held
+
+    def _collect(self, ticket: Ticket, target: Tensor, deadline: float, *, add: bool) -> None:
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            self._port.collect(ticket, target, add=add, timeout_s=left)
+        except LinkRefused:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Nobody waits for what is outstanding; answers still to come are stale. The step is over."""
+        if self._outstanding:
+            for ticket in self._outstanding:
+                ticket.done = True
+            self._outstanding.clear()
+            self._port.abandon()
+
+    def quarantine(self) -> None:
+        """After a missed deadline: the peer may still write here, so this pair is never used again."""
+        self.abandon()
+        self._port.mark(State.QUARANTINED)
+
+    def close(self) -> None:
+        """Shut this end and wake a waiter. Any thread; memory goes when the last view of it does."""
+        self._port.mark(State.SHUT)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._port.is_alive
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._outstanding)
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks whose reply buffers are still lent out, stale ones included."""
+        return self._port.in_flight
+
+    @property
+    def stale(self) -> int:
+        """Answers that came for abandoned calls and were dropped."""
+        return self._port.stale
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A frame from an engine. PLAN: `segments` int32 [n, 4], a copy. SITE: views, valid until reply or refuse."""
+
+    header: Header
+    segments: Tensor | None = None
+    x: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
+
+
+class ServerPort(Protocol):
+    """Carries frames for a server, one at a time. All but `mark` are called from one thread."""
+
+    buffer_bytes: int
+    requests: Arena
+    replies: Arena
+
+    def recv(self, timeout_s: float) -> tuple[Header, int] | None:
+        """The next frame's header and the offset of its payload in `requests`; LinkClosed at the end."""
+        ...
+
+    def reply_offset(self, header: Header) -> int:
+        """Where in `replies` the payload of the answer goes."""
+        ...
+
+    def write_reply(self, header: Header, body: bytes) -> None:
+        """Put bytes where the answer's payload goes."""
+        ...
+
+    def reply(self, header: Header, kind: Kind, payload_bytes: int) -> None:
+        """Send the answer and give the request's memory back."""
+        ...
+
+    def skip(self) -> None:
+        """Give the request's memory back; there is no answer."""
+        ...
+
+    def mark(self, state: State) -> None: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_quarantined(self) -> bool: ...
+
+
+class ServerEnd:
+    """The end of one serving thread: recv, then exactly one of reply and refuse for each SITE call."""
+
+    def __init__(self, port: ServerPort) -> None:
+        self._port = port
+
+    def recv(self, timeout_s: float) -> Call | None:
+        """The next call, or None when none came in time. LinkClosed when no more will come."""
+        frame = self._port.recv(timeout_s)
+        if frame is None:
+            return None
+        header, offset = frame
+        try:
+            header.check(self._port.buffer_bytes)
+        except InvalidRequest as error:
+            self._port.mark(State.SHUT)
+            raise LinkClosed(f"closed the link to a peer that broke its protocol: {error.message}") from error
+        tensor = self._port.requests.tensor
+        if header.kind == Kind.PLAN:
+            segments = tensor(torch.int32, offset, header.rows, 4).clone()
+            self._port.skip()
+            return Call(header, segments)
+        rows, topk, ids_at = header.rows, header.topk, offset + header.ids_offset
+        has_ids = bool(header.flags & Flag.HAS_IDS)
+        weights_at = ids_at + has_ids * rows * topk * 4
+        return Call(
+            header,
+            x=tensor(header.torch_dtype, offset, rows, header.in_cols),
+            topk_ids=tensor(torch.int32, ids_at, rows, topk) if has_ids else None,
+            topk_weights=tensor(torch.float32, weights_at, rows, topk) if header.flags & Flag.HAS_WEIGHTS else None,
+        )
+
+    def reply_buffer(self, call: Call) -> Tensor:
+        """[rows, out_cols] in the link's own memory, paid for by the request. Write all of it, then `reply`."""
+        header = call.header
+        return self._port.replies.tensor(
+            header.torch_dtype, self._port.reply_offset(header), header.rows, header.out_cols
+        )
+
+    def reply(self, call: Call) -> None:
+        self._port.reply(call.header, Kind.REPLY, call.header.reply_bytes)
+
+    def refuse(self, call: Call, error: InfiniLoraError | WireError) -> None:
+        """Answer a SITE call with an error; the engine's wait raises LinkRefused with it."""
+        wire = error if isinstance(error, WireError) else error.to_wire()
+        body = msgspec.json.encode(wire)
+        if len(body) > self._port.buffer_bytes:
+            body = msgspec.json.encode(WireError(code=wire.code, message="", retryable=wire.retryable))
+        self._port.write_reply(call.header, body)
+        self._port.reply(call.header, Kind.ERROR, len(body))
+
+    def close(self) -> None:
+        """Shut this end and wake a waiter. Any thread."""
+        self._port.mark(State.SHUT)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._port.is_alive
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether the engine gave this pair up after a missed deadline."""
+        return self._port.is_quarantined
+
+
+def refusal(body: bytes | bytearray | memoryview) -> LinkRefused:
+    """The error in an ERROR frame's payload."""
+    return LinkRefused(msgspec.json.decode(body, type=WireError))
+
+
+def payload_at(frame_offset: int) -> int:
+    return frame_offset + HEADER_BYTES
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [T, ...] as [T, cols] with adjacent columns; a view where it can be one."""
+    flat = x if x.dim() == 2 else x.flatten(1)
+    return flat if flat.stride(1) == 1 or flat.shape[1] <= 1 else flat.contiguous()
+
+
+def _rows_in_place(out: Tensor, rows: int, cols: int) -> Tensor:
+    """out [T, ...] as [T, cols] sharing its memory."""
+    flat = out if out.dim() == 2 else out.flatten(1)
+    if flat.shape != (rows, cols):
+        raise InvalidRequest(f"the delta is [{rows}, {cols}]; out is {list(out.shape)}")
+    if flat.data_ptr() != out.data_ptr() or (flat.stride(1) != 1 and cols > 1):
+        raise InvalidRequest(f"out must have adjacent columns; its strides are {out.stride()}")
+    return flat

@@ -1,0 +1,207 @@
+"""The native ports of a `shm` link: each hot operation is one call into native/ring.cpp.
+
+Calls that cannot wait keep the GIL (a hand-over would cost more than they do); those that may wait release it.
+"""
+
+import ctypes
+import enum
+import struct
+import weakref
+from ctypes import PYFUNCTYPE, c_char, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from torch import Tensor
+
+from infinilora.link.ends import Ticket, payload_at, refusal
+from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
+from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, Header, Kind, unpack_header
+from infinilora.link.layout import At, RingFile, State
+from infinilora.protocol.errors import Internal
+
+_TICKET = struct.Struct(f"<{HEADER_BYTES}s8Q3Q4I")
+_SENT_AT = HEADER_BYTES + 11 * 8 + 4
+
+
+class Status(enum.IntEnum):
+    """What a native call that may wait returns."""
+
+    OK = 0
+    TIMEOUT = 1
+    CLOSED = 2
+    REFUSED = 3
+    BLOCKED = 4
+    CORRUPT = 5
+
+
+class RingLibrary:
+    """The il_ring_ functions with their types."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def quick(name: str, result: Any, *arguments: Any) -> Any:
+            return PYFUNCTYPE(result, *arguments)((f"il_ring_{name}", library))
+
+        def waiting(name: str, *arguments: Any) -> Any:
+            return ctypes.CFUNCTYPE(c_int, *arguments)((f"il_ring_{name}", library))
+
+        self.engine_open = quick("engine_open", c_void_p, c_void_p, c_int64)
+        self.server_open = quick("server_open", c_void_p, c_void_p, c_int64)
+        self.free = quick("free", None, c_void_p)
+        self.mark = quick("mark", None, c_void_p, c_int, c_uint32)
+        self.submit = quick("submit", None, c_void_p, c_void_p)
+        self.abandon = quick("abandon", None, c_void_p)
+        self.in_flight = quick("in_flight", c_uint64, c_void_p)
+        self.stale = quick("stale", c_uint64, c_void_p)
+        self.reply = quick("reply", None, c_void_p, c_uint32, c_uint64)
+        self.skip = quick("skip", None, c_void_p)
+        self.collect = waiting("collect", c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int, c_int64, c_void_p)
+        self.send_plan = waiting("send_plan", c_void_p, c_char_p, c_char_p, c_uint64, c_int64)
+        self.recv = waiting("recv", c_void_p, c_int64, c_void_p)
+
+
+class NativeEnginePort:
+    """The engine's side of the rings. Owns the native state; the mapping outlives it."""
+
+    takes_in_order = False
+
+    def __init__(self, library: RingLibrary, ring: RingFile, *, spin_s: float) -> None:
+        self._lib = library
+        self._ring = ring
+        self.buffer_bytes = ring.buffer_bytes
+        self._handle = library.engine_open(ring.address, int(spin_s * 1e9))
+        weakref.finalize(self, library.free, self._handle)
+        self._offset = c_uint64()
+        self._offset_at = ctypes.addressof(self._offset)
+        self._words = memoryview(ring.map).cast("I")
+        self.mark(State.OPEN)
+
+    def submit(self, ticket: Ticket) -> None:
+        x, ids, weights = ticket.x, ticket.topk_ids, ticket.topk_weights
+        width = x.dtype.itemsize
+        block = bytearray(
+            _TICKET.pack(
+                ticket.header.pack(),
+                x.data_ptr(),
+                x.stride(0) * width,
+                ticket.header.in_cols * width,
+                0 if ids is None else ids.data_ptr(),
+                0 if ids is None else ids.stride(0) * 4,
+                0 if weights is None else weights.data_ptr(),
+                0 if weights is None else weights.stride(0) * 4,
+                ticket.header.topk * 4,
+                ticket.rows,
+                ticket.chunk_rows,
+                0,
+                ticket.chunks,
+                0,
+                0,
+                0,
+            )
+        )
+        address = ctypes.addressof(c_char.from_buffer(block))
+        ticket.native = (block, address)
+        self._lib.submit(self._handle, address)
+        ticket.sent = int.from_bytes(block[_SENT_AT : _SENT_AT + 4], "little")
+
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
+        assert isinstance(ticket.native, tuple)
+        status = self._lib.collect(
+            self._handle,
+            ticket.native[1],
+            out.data_ptr(),
+            out.stride(0) * out.element_size(),
+            DTYPE_CODES[out.dtype],
+            add,
+            int(timeout_s * 1e9),
+            self._offset_at,
+        )
+        if status == Status.REFUSED:
+            raise refusal(self._payload(self._offset.value))
+        _raise_unless_ok(status, timeout_s)
+
+    def _payload(self, frame: int) -> bytes:
+        start = payload_at(frame)
+        return self._ring.map[start : start + unpack_header(self._ring.map, frame).payload_bytes]
+
+    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None:
+        status = self._lib.send_plan(self._handle, header.pack(), body, len(body), int(timeout_s * 1e9))
+        _raise_unless_ok(status, timeout_s)
+
+    def abandon(self) -> None:
+        self._lib.abandon(self._handle)
+
+    def mark(self, state: State) -> None:
+        self._lib.mark(self._ring.address, 0, state)
+
+    @property
+    def is_alive(self) -> bool:
+        return max(self._words[At.ENGINE // 4], self._words[At.SERVER // 4]) < State.SHUT
+
+    @property
+    def in_flight(self) -> int:
+        return int(self._lib.in_flight(self._handle))
+
+    @property
+    def stale(self) -> int:
+        return int(self._lib.stale(self._handle))
+
+
+class NativeServerPort:
+    """The server's side of the rings."""
+
+    def __init__(self, library: RingLibrary, ring: RingFile, *, spin_s: float) -> None:
+        self._lib = library
+        self._ring = ring
+        self.buffer_bytes = ring.buffer_bytes
+        self.requests = self.replies = ring.arena
+        self._handle = library.server_open(ring.address, int(spin_s * 1e9))
+        weakref.finalize(self, library.free, self._handle)
+        self._offset = c_uint64()
+        self._offset_at = ctypes.addressof(self._offset)
+        self._words = memoryview(ring.map).cast("I")
+        self.mark(State.OPEN)
+
+    def recv(self, timeout_s: float) -> tuple[Header, int] | None:
+        status = self._lib.recv(self._handle, int(timeout_s * 1e9), self._offset_at)
+        if status == Status.TIMEOUT:
+            return None
+        _raise_unless_ok(status, timeout_s)
+        frame = self._offset.value
+        return unpack_header(self._ring.map, frame), payload_at(frame)
+
+    def reply_offset(self, header: Header) -> int:
+        return payload_at(self._ring.reply_offset(header.sequence))
+
+    def write_reply(self, header: Header, body: bytes) -> None:
+        start = self.reply_offset(header)
+        self._ring.map[start : start + len(body)] = body
+
+    def reply(self, header: Header, kind: Kind, payload_bytes: int) -> None:  # noqa: ARG002 - the native side holds the frame
+        self._lib.reply(self._handle, kind, payload_bytes)
+
+    def skip(self) -> None:
+        self._lib.skip(self._handle)
+
+    def mark(self, state: State) -> None:
+        self._lib.mark(self._ring.address, 1, state)
+
+    @property
+    def is_alive(self) -> bool:
+        return max(self._words[At.ENGINE // 4], self._words[At.SERVER // 4]) < State.SHUT
+
+    @property
+    def is_quarantined(self) -> bool:
+        return bool(self._words[At.ENGINE // 4] == State.QUARANTINED)
+
+
+def _raise_unless_ok(status: int, timeout_s: float) -> None:
+    match status:
+        case Status.OK:
+            return
+        case Status.TIMEOUT:
+            raise LinkTimeout(f"the LoRA server did not answer within {timeout_s * 1e3:.0f} ms")
+        case Status.CLOSED:
+            raise LinkClosed("the link is closed")
+        case Status.BLOCKED:
+            raise Internal("a site call was waited for before an earlier one that still had rows to send")
+        case _:
+            raise LinkError("the peer answered with a frame that does not belong to its request")
