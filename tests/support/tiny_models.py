@@ -59,10 +59,21 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: _config("Qwen3", head_dim=16),
     "mixtral": lambda: _config("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3_moe": lambda: _config(
-        "Qwen3Moe", **_EXPERTS, head_dim=16, moe_intermediate_size=24, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1]
+        "Qwen3Moe",
+        **_EXPERTS,
+        head_dim=16,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
     ),
     "qwen2_moe": lambda: _config(
-        "Qwen2Moe", **_EXPERTS, moe_intermediate_size=24, shared_expert_intermediate_size=40, num_hidden_layers=3, decoder_sparse_step=2
+        "Qwen2Moe",
+        **_EXPERTS,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=3,
+        decoder_sparse_step=2,
     ),
     "olmoe": lambda: _config("Olmoe", **_EXPERTS, num_key_value_heads=4, clip_qkv=0.9),
     "olmoe-gqa": lambda: _config("Olmoe", **_EXPERTS),

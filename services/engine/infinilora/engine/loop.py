@@ -1,0 +1,320 @@
+"""The step thread: schedule, run, sample, tell. One step at a time, asleep when there is nothing to do.
+
+Other threads talk to it through an inbox (`submit`, `abort`) and hear from it through each sequence's sink.
+Everything that goes wrong with one sequence ends that sequence alone; anything else ends the process.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from infinilora.engine.events import Ended, Event, Failed, FinishReason, Produced, PromptScored, Sink
+from infinilora.engine.leases import BackendLeases
+from infinilora.engine.lora.interface import LoraBackend
+from infinilora.engine.runner import Outcome, Runner
+from infinilora.engine.sampler import Sampled, TokenScore
+from infinilora.engine.sched.blocks import BlockPool
+from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Scheduler
+from infinilora.engine.sequence import Phase, Sequence
+from infinilora.protocol.control import EngineLoad
+from infinilora.protocol.errors import (
+    AdapterFailed,
+    AdapterLoading,
+    DeadlineExceeded,
+    InfiniLoraError,
+    Overloaded,
+)
+from infinilora.protocol.ids import Digest
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOSSES = 4
+"""Steps in a row that a sequence may lose its deltas before it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a sequence may go without its adapter: before its first token, and after (then it failed)."""
+
+    loading_s: float = 30.0
+    lost_s: float = 1.5
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A sequence and those who wait for it. `deadline` in seconds of time.perf_counter()."""
+
+    sequence: Sequence
+    sink: Sink
+    deadline: float | None = None
+    waiting_since: float = 0.0
+    paused_since: float | None = None
+    first_step_at: float | None = None
+    prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
+    scores_sent: bool = False
+    times_lost: int = 0
+
+
+class EngineLoop:
+    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        lora: LoraBackend,
+        limits: Limits,
+        pool: BlockPool,
+        *,
+        max_waiting: int = 256,
+        patience: Patience | None = None,
+    ) -> None:
+        self._runner = runner
+        self._lora = lora
+        self._leases = BackendLeases(lora)
+        self._scheduler = Scheduler(limits, pool, self._leases)
+        self._max_waiting = max_waiting
+        self._patience = patience or Patience()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._jobs: dict[Sequence, Job] = {}
+        self._queued = 0
+        self._queue_lock = threading.Lock()
+        self._load = EngineLoad(kv_blocks_free=pool.num_free, kv_blocks_total=pool.num_blocks)
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._crash: BaseException | None = None
+
+    # Other threads ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread after its step; sequences that still run get an `Ended` with reason abort."""
+        self._stopping = True
+        self.wake()
+        self._thread.join(timeout_s)
+
+    def wake(self) -> None:
+        """Something changed: an adapter's state, the inbox. Cheap, from any thread."""
+        self._wake.set()
+
+    def submit(self, sequence: Sequence, sink: Sink, *, deadline_s: float | None = None) -> Job:
+        """Queue a sequence; its events go to `sink`. Overloaded, and nothing queued, when the queue is full."""
+        with self._queue_lock:
+            if self._queued + self._load.waiting >= self._max_waiting:
+                raise Overloaded(
+                    f"the engine's queue of {self._max_waiting} is full; try again later", retry_after_s=1.0
+                )
+            self._queued += 1
+        now = time.perf_counter()
+        deadline = None if deadline_s is None else now + deadline_s
+        job = Job(sequence, sink, deadline=deadline, waiting_since=now)
+        self._post(lambda: self._add(job))
+        return job
+
+    def abort(self, job: Job) -> None:
+        """The client left: free its blocks, lease and place before the next step. Idempotent."""
+        self._post(lambda: self._end(job, "abort"))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function between two steps, in the step thread."""
+        self._post(function)
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    @property
+    def crash(self) -> BaseException | None:
+        """What ended the thread, if anything did."""
+        return self._crash
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def check_idle(self) -> None:
+        """AssertionError unless nothing is left: no job, block, lease, ticket. Only when idle, or after `stop`."""
+        assert not self._jobs, f"{len(self._jobs)} jobs are left"
+        self._scheduler.check_idle()
+        self._leases.check_idle()
+        self._lora.check()
+
+    def _post(self, function: Callable[[], None]) -> None:
+        self._inbox.append(function)
+        self._wake.set()
+
+    # The step thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._turn():
+                    self._wake.wait(timeout=self._next_alarm())
+            for job in list(self._jobs.values()):
+                self._end(job, "abort")
+            self._drain_inbox()
+        except BaseException as error:
+            self._crash = error
+            raise
+
+    def _turn(self) -> bool:
+        """One round: hear, expire, schedule, run, tell. False if there was nothing to run."""
+        self._wake.clear()
+        self._drain_inbox()
+        self._expire(time.perf_counter())
+        plan = self._scheduler.schedule()
+        for sequence in plan.failed:
+            self._adapter_failed(self._jobs[sequence])
+        rows = [r for r in plan.rows if r.sequence.phase is Phase.RUNNING]
+        if rows:
+            self._mark_first_step(plan)
+            self._settle(self._runner.run(rows))
+        self._publish_load()
+        return bool(rows or plan.preempted or plan.failed)
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _add(self, job: Job) -> None:
+        with self._queue_lock:
+            self._queued -= 1
+        self._jobs[job.sequence] = job
+        self._scheduler.add(job.sequence)
+        self._publish_load()
+
+    def _mark_first_step(self, plan: Plan) -> None:
+        now = time.perf_counter()
+        for rows in plan.rows:
+            job = self._jobs.get(rows.sequence)
+            if job is not None and job.first_step_at is None:
+                job.first_step_at = now
+
+    def _settle(self, outcome: Outcome) -> None:
+        for rows in outcome.lost:
+            self._lost(self._jobs[rows.sequence])
+        for rows in outcome.done:
+            job = self._jobs[rows.sequence]
+            job.times_lost = 0
+            self._scheduler.complete(rows)
+            job.prompt_scores.update(outcome.prompt_scores.get(rows.sequence, {}))
+            if rows.reaches_end:
+                self._advance(job, outcome.sampled.get(rows.sequence))
+
+    def _advance(self, job: Job, sampled: Sampled | None) -> None:
+        """All known tokens are computed: tell the prompt's scores, then the next token or the end."""
+        sequence, params = job.sequence, job.sequence.params
+        if params.prompt_logprobs is not None and not job.scores_sent:
+            job.scores_sent = True
+            job.sink(PromptScored(tuple(score for _, score in sorted(job.prompt_scores.items()))))
+            job.prompt_scores.clear()
+        if sampled is None:
+            self._end(job, "length")
+        elif sampled.token_id in params.stop_token_ids:
+            self._end(job, "stop", stop_token_id=sampled.token_id)
+        else:
+            sequence.tokens.append(sampled.token_id)
+            job.sink(Produced(sampled.token_id, sampled.score))
+            if sequence.num_produced >= params.max_tokens:
+                self._end(job, "length")
+
+    def _lost(self, job: Job) -> None:
+        """Its rows are run again whole, a bounded number of times."""
+        job.times_lost += 1
+        if job.times_lost > _MAX_LOSSES:
+            message = f"the deltas of adapter {job.sequence.digest} were lost {job.times_lost} times in a row"
+            self._fail(job, AdapterFailed(message, retry_after_s=1.0))
+
+    # Ends -------------------------------------------------------------------------------------------
+
+    def _end(self, job: Job, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
+        sequence = job.sequence
+        self._close(
+            job,
+            Ended(
+                reason=reason,
+                prompt_tokens=sequence.num_prompt,
+                completion_tokens=sequence.num_produced,
+                cached_tokens=sequence.num_cached,
+                degraded=sequence.degraded,
+                stop_token_id=stop_token_id,
+                num_preemptions=sequence.num_preemptions,
+            ),
+        )
+
+    def _fail(self, job: Job, error: InfiniLoraError) -> None:
+        self._close(job, Failed(error))
+
+    def _close(self, job: Job, event: Event) -> None:
+        if self._jobs.pop(job.sequence, None) is None:
+            return
+        self._scheduler.remove(job.sequence)
+        job.sink(event)
+
+    def _adapter_failed(self, job: Job) -> None:
+        digest = job.sequence.digest
+        error = None if digest is None else self._leases.error(digest)
+        self._without_adapter(job, error or AdapterFailed(f"adapter {digest} cannot be served now"))
+
+    def _without_adapter(self, job: Job, error: InfiniLoraError) -> None:
+        """Fail closed; go on as base only if the caller accepted that and has seen no token (law 2)."""
+        sequence = job.sequence
+        if sequence.fallback_base and not sequence.num_produced:
+            logger.info("sequence degrades to base", extra={"request_id": sequence.request_id, "code": error.code})
+            self._scheduler.degrade(sequence)
+        else:
+            self._fail(job, error)
+
+    # Time -------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for job in list(self._jobs.values()):
+            if job.deadline is not None and now >= job.deadline:
+                self._fail(job, DeadlineExceeded("the request's deadline passed"))
+            elif job.sequence.digest is not None:
+                self._expire_lease(job, job.sequence.digest, now)
+
+    def _expire_lease(self, job: Job, digest: Digest, now: float) -> None:
+        if self._leases.state(digest) is LeaseState.READY:
+            job.paused_since = None
+            return
+        job.paused_since = job.paused_since or now
+        started = job.first_step_at is not None
+        limit = self._patience.lost_s if started else self._patience.loading_s
+        if now - job.paused_since < limit:
+            return
+        if started:
+            self._without_adapter(
+                job, AdapterFailed(f"adapter {digest} was lost while it was in use", retry_after_s=1.0)
+            )
+        else:
+            waited = f"adapter {digest} was not ready within {limit:.0f} s"
+            self._without_adapter(job, AdapterLoading(waited, retry_after_s=1.0))
+
+    def _next_alarm(self) -> float | None:
+        """Seconds until something may expire; None: sleep until woken."""
+        if not self._jobs:
+            return None
+        now = time.perf_counter()
+        due = [job.deadline for job in self._jobs.values() if job.deadline is not None]
+        for job in self._jobs.values():
+            if job.paused_since is not None:
+                limit = self._patience.loading_s if job.first_step_at is None else self._patience.lost_s
+                due.append(job.paused_since + limit)
+        return max(0.0, min(due) - now) if due else None
+
+    def _publish_load(self) -> None:
+        scheduler = self._scheduler
+        self._load = EngineLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks_free=scheduler.pool.num_free,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            digests=self._leases.held(),
+        )

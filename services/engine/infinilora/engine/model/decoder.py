@@ -1,0 +1,79 @@
+"""The forward pass: one mixed batch of prefill and decode rows through every layer, deltas added on the way.
+
+Each site sends its activations out before the base product and adds what comes back after it. A batch without
+adapters has no plan and never reaches the LoRA interface.
+"""
+
+import math
+
+from torch import Tensor
+
+from infinilora.engine.lora.interface import LoraBackend, StepPlan
+from infinilora.engine.model.batch import Batch
+from infinilora.engine.model.deltas import Deltas, LoraDeltas, NoDeltas
+from infinilora.engine.model.kv import KvCache
+from infinilora.engine.model.moe import moe_block
+from infinilora.engine.model.ops import Ops
+from infinilora.engine.model.spec import ModelSpec
+from infinilora.engine.model.weights import LayerWeights, MlpWeights, ModelWeights
+from infinilora.protocol.adapter import Site
+
+
+class Decoder:
+    """A model on one device. `forward` writes the batch's keys and values into `kv` and keeps nothing else."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, kv: KvCache) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.ops = ops
+        self.kv = kv
+        self._scale = 1.0 / math.sqrt(spec.head_dim)
+
+    def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
+        """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come."""
+        deltas: Deltas = NoDeltas() if plan is None else LoraDeltas(lora, plan)
+        ops, eps = self.ops, self.spec.norm_eps
+        residual = self.weights.embed[batch.token_ids]
+        out: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            if out is None:
+                x = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                x = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            out = self._attention(index, layer, x, batch, deltas)
+            x = ops.add_rms_norm(out, residual, layer.post_norm, eps)
+            out = self._mlp(index, layer, x, deltas)
+        return residual if out is None else residual.add_(out)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [rows, vocab] of some rows of what `forward` returned."""
+        x = self.ops.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+        return self.weights.lm_head(x).float()
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch, deltas: Deltas) -> Tensor:
+        spec, ops = self.spec, self.ops
+        q, k, v = self._split(deltas.linear(index, Site.QKV, x, layer.qkv), layer)
+        ops.rope(q, k, batch.positions, self.weights.cos, self.weights.sin)
+        self.kv.write(index, k, v, batch.paging.slots)
+        keys, values = self.kv.keys[index], self.kv.values[index]
+        attended = ops.attention(q, keys, values, batch.paging, self._scale)
+        return deltas.linear(index, Site.O, attended.reshape(-1, spec.q_dim), layer.o)
+
+    def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [T, Hq, D], k and v [T, Hkv, D]; q and k normed, then all three clipped, where the model does."""
+        spec, ops = self.spec, self.ops
+        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            width = -1 if spec.qk_norm == "full" else spec.head_dim
+            q = ops.rms_norm(q.reshape(-1, q.shape[-1] if width < 0 else width), layer.q_norm, spec.norm_eps)
+            k = ops.rms_norm(k.reshape(-1, k.shape[-1] if width < 0 else width), layer.k_norm, spec.norm_eps)
+        if spec.clip_qkv is not None:
+            q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
+        heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
+        return q.reshape(heads[0]), k.reshape(heads[1]), v.reshape(heads[1])
+
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, deltas: Deltas) -> Tensor:
+        if not isinstance(layer.mlp, MlpWeights):
+            return moe_block(index, layer.mlp, x, self.ops, deltas)
+        act = self.ops.silu_mul(deltas.linear(index, Site.GATE_UP, x, layer.mlp.gate_up))
+        return deltas.linear(index, Site.DOWN, act, layer.mlp.down)

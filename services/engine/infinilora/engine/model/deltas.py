@@ -1,0 +1,54 @@
+"""The LoRA interface bound to one step, as the layers use it: submit, base product, add."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from infinilora.engine.lora.interface import LoraBackend, Routing, StepPlan, Ticket
+from infinilora.engine.model.ops import Linear
+from infinilora.protocol.adapter import Site
+
+
+class Deltas(Protocol):
+    """What a layer may ask of LoRA."""
+
+    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:
+        """Weight(x) with the site's delta added; the delta is on its way while the product runs."""
+        ...
+
+    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None: ...
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None: ...
+
+
+class NoDeltas:
+    """A step of base rows only: the products and nothing else."""
+
+    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:  # noqa: ARG002
+        return weight(x)
+
+    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None:  # noqa: ARG002
+        return None
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None:
+        pass
+
+
+class LoraDeltas:
+    """A step with a plan."""
+
+    def __init__(self, lora: LoraBackend, plan: StepPlan) -> None:
+        self._lora = lora
+        self._plan = plan
+
+    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:
+        ticket = self._lora.submit(self._plan, layer, site, x)
+        y = weight(x)
+        self._lora.add(ticket, y)
+        return y
+
+    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None:
+        return self._lora.submit(self._plan, layer, site, x, routing)
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None:
+        self._lora.add(ticket, y)

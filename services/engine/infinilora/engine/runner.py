@@ -1,0 +1,168 @@
+"""One step: rows of sequences become tensors, go through the model, come back as tokens and scores.
+
+Knows the model, the LoRA interface and the sampler; decides nothing about who runs. Rows of one adapter are
+neighbours and base rows come last. When the deltas of some rows are lost, those rows are dropped and the step
+is run again without them: what they wrote into the cache is overwritten when they are run again.
+"""
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilora.engine.lora.interface import AdapterRows, Lease, LoraBackend, StepLost
+from infinilora.engine.model.batch import Batch
+from infinilora.engine.model.decoder import Decoder
+from infinilora.engine.model.ops import Paging
+from infinilora.engine.sampler import Sampled, TokenScore, sample, score
+from infinilora.engine.sched.scheduler import Rows
+from infinilora.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+_SCORED_ROWS = 128
+"""Prompt positions scored at once: bounds the memory of their logits."""
+
+
+class Placed(NamedTuple):
+    """Rows of a sequence with the lease they run under (None: base)."""
+
+    rows: Rows
+    lease: Lease | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step produced. `done` were computed; of these, some have a token or prompt scores."""
+
+    done: list[Rows] = field(default_factory=list)
+    sampled: dict[Sequence, Sampled] = field(default_factory=dict)
+    prompt_scores: dict[Sequence, dict[int, TokenScore]] = field(default_factory=dict)
+    """Scores of prompt tokens by position; position 0 has none."""
+    lost: list[Rows] = field(default_factory=list)
+
+
+class Runner:
+    """Runs steps, one at a time, in the engine's step thread."""
+
+    def __init__(self, decoder: Decoder, lora: LoraBackend, *, block_size: int) -> None:
+        self._decoder = decoder
+        self._lora = lora
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def run(self, rows: Many[Rows]) -> Outcome:
+        outcome = Outcome()
+        placed = self._place(rows, outcome)
+        while placed:
+            batch = self._batch([p.rows for p in placed])
+            hidden = self._forward(batch, placed, outcome)
+            if hidden is not None:
+                self._read(hidden, [p.rows for p in placed], outcome)
+                return outcome
+            placed = [p for p in placed if p.rows not in outcome.lost]
+        return outcome
+
+    def _place(self, rows: Many[Rows], outcome: Outcome) -> list[Placed]:
+        """Order by group and slot, base last. A lease that went away since it was scheduled: its rows are lost."""
+        placed = []
+        for item in rows:
+            digest = item.sequence.digest
+            lease = None if digest is None else self._lora.view(digest).lease
+            if digest is not None and lease is None:
+                outcome.lost.append(item)
+            else:
+                placed.append(Placed(item, lease))
+        placed.sort(key=_by_slot)
+        return placed
+
+    def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
+        """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
+        plan = self._lora.begin(list(_segments(placed)))
+        try:
+            return self._decoder.forward(batch, self._lora, plan)
+        except StepLost as loss:
+            lost = [p.rows for p in placed if p.lease and p.lease.digest in loss.digests]
+            lost = lost or [p.rows for p in placed if p.lease]
+            logger.warning("rows lost their adapter in a step", extra={"rows": len(lost), "reason": loss.reason})
+            outcome.lost += lost
+            return None
+        finally:
+            if plan is not None:
+                self._lora.end(plan)
+
+    def _batch(self, rows: list[Rows]) -> Batch:
+        size, device = self._block_size, self._decoder.ops.device
+        counts = np.fromiter((r.count for r in rows), np.int64, len(rows))
+        starts = np.fromiter((r.start for r in rows), np.int64, len(rows))
+        ends = np.cumsum(counts)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(ends[-1]) - (ends - counts - starts)[owner]
+        tokens: list[int] = []
+        for r in rows:
+            tokens += r.sequence.tokens[r.start : r.start + r.count]
+        tables = np.zeros((len(rows), max(len(r.sequence.blocks) for r in rows)), np.int32)
+        for table, r in zip(tables, rows, strict=True):
+            table[: len(r.sequence.blocks)] = r.sequence.blocks
+        slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
+        context = starts + counts
+        paging = Paging(
+            query_start=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)).to(device),
+            context_len=torch.from_numpy(context.astype(np.int32)).to(device),
+            block_tables=torch.from_numpy(tables).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            query_lens=tuple(counts.tolist()),
+            max_context=int(context.max()),
+        )
+        token_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        return Batch(token_ids=token_ids, positions=torch.from_numpy(positions).to(device), paging=paging)
+
+    def _read(self, hidden: Tensor, rows: list[Rows], outcome: Outcome) -> None:
+        outcome.done = rows
+        last, sampling, at = [], [], 0
+        for item in rows:
+            sequence = item.sequence
+            if sequence.params.prompt_logprobs is not None:
+                scores = self._score_prompt(hidden[at : at + item.count], item)
+                outcome.prompt_scores[sequence] = scores
+            at += item.count
+            if item.reaches_end and sequence.num_produced < sequence.params.max_tokens:
+                last.append(at - 1)
+                sampling.append(sequence)
+        if sampling:
+            logits = self._decoder.logits(hidden[last] if len(last) < hidden.shape[0] else hidden)
+            outcome.sampled = dict(zip(sampling, sample(logits, sampling), strict=True))
+
+    def _score_prompt(self, hidden: Tensor, item: Rows) -> dict[int, TokenScore]:
+        """Row p predicts token p + 1: score those that are prompt tokens."""
+        sequence, scores = item.sequence, {}
+        end = min(item.start + item.count, sequence.num_prompt - 1)
+        for start in range(item.start, end, _SCORED_ROWS):
+            stop = min(start + _SCORED_ROWS, end)
+            logprobs = self._decoder.logits(hidden[start - item.start : stop - item.start]).log_softmax(-1)
+            num_top = sequence.params.prompt_logprobs or 0
+            tokens = sequence.tokens[start + 1 : stop + 1]
+            scored = score(logprobs, tokens, [num_top] * len(tokens))
+            scores.update(zip(range(start + 1, stop + 1), scored, strict=True))
+        return scores
+
+
+def _by_slot(placed: Placed) -> tuple[bool, str, int, int]:
+    lease, order = placed.lease, placed.rows.sequence.arrival
+    return (lease is None, "" if lease is None else lease.group, -1 if lease is None else lease.slot, order)
+
+
+def _segments(placed: list[Placed]) -> Iterator[AdapterRows]:
+    """One entry for each run of rows under one lease."""
+    at = 0
+    for lease, run in groupby(placed, key=lambda p: p.lease):
+        count = sum(p.rows.count for p in run)
+        if lease is not None:
+            yield AdapterRows(at, count, lease)
+        at += count

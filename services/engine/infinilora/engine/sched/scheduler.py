@@ -1,0 +1,305 @@
+"""Which tokens run next: one rule without phases. A sequence's computed tokens catch up with its known tokens.
+
+    add -> waiting --(lease ready, blocks free)--> running --> finished
+               ^                                     |
+               +------------- preempted -------------+        youngest first, recomputed later
+
+Each step has a token budget. Running sequences that miss one token go first, then the others, then waiting
+ones in order of arrival. Three rules about waiting:
+
+1. A lease comes before blocks. A sequence whose adapter is not resident is passed over and delays nobody.
+2. Among those whose adapter is resident nobody passes anybody: the first that finds no blocks ends admission.
+3. A sequence without even a slot that was passed `max_bypass` times by sequences with adapters builds a fence:
+   adapters behind it give their leases up and wait, so that a slot comes free. Base sequences go on.
+   Hence nobody is passed more than `max_bypass` times plus the sequences admitted in that very step.
+
+Pure: leases are asked through the `Leases` given, time and memory are nobody's business here.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from infinilora.engine.sched.blocks import BlockPool, chain_next, chain_root
+from infinilora.engine.sequence import Phase, Sequence
+from infinilora.protocol.ids import Digest
+
+
+class LeaseState(Enum):
+    """What a sequence may do now. NO_SLOT: nothing is on its way; LOADING: a slot is being filled."""
+
+    NO_SLOT = "no slot"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class Leases(Protocol):
+    """The engine's holds on adapters, counted by holder."""
+
+    def want(self, digest: Digest) -> None: ...
+
+    def drop(self, digest: Digest) -> None: ...
+
+    def state(self, digest: Digest) -> LeaseState: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Plain numbers that bound a step."""
+
+    max_running: int
+    step_tokens: int
+    max_bypass: int = 256
+
+
+class Rows(NamedTuple):
+    """Tokens [start, start + count) of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the last known token is computed: then a next one can be sampled."""
+        return self.start + self.count == self.sequence.num_known
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one call of `schedule` decided."""
+
+    rows: list[Rows] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    failed: list[Sequence] = field(default_factory=list)
+    """Their lease failed: the owner ends or degrades them."""
+
+
+class Scheduler:
+    """Waiting and running sequences and their blocks. Every sequence added is in exactly one of the lists."""
+
+    def __init__(self, limits: Limits, pool: BlockPool, leases: Leases) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._leases = leases
+        self._arrivals = itertools.count(1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it, and ask for its lease at once."""
+        sequence.arrival = next(self._arrivals)
+        self.waiting.append(sequence)
+        self._want(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Finished, aborted or failed: blocks, lease and place are free at once. Idempotent."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        (self.running if sequence.phase is Phase.RUNNING else self.waiting).remove(sequence)
+        self._give_up(sequence)
+        sequence.phase = Phase.FINISHED
+
+    def degrade(self, sequence: Sequence) -> None:
+        """Let a sequence without a token go on as base, from nothing, at its old place in the queue."""
+        if sequence.phase is Phase.RUNNING:
+            self._requeue(sequence)
+        self._drop(sequence)
+        sequence.degrade()
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        budget = self._continue_running(plan)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def complete(self, rows: Rows) -> None:
+        """These rows were computed: their full blocks can be found from now on. Call before appending a token."""
+        sequence = rows.sequence
+        if sequence.phase is not Phase.RUNNING:
+            return
+        sequence.num_computed = rows.start + rows.count
+        full = sequence.num_computed // self.pool.block_size
+        self._grow_chain(sequence, full)
+        for index in range(sequence.num_committed, full):
+            self.pool.commit(sequence.blocks[index], sequence.chain[index])
+        sequence.num_committed = max(sequence.num_committed, full)
+
+    def check(self) -> None:
+        """Raise AssertionError unless lists, phases, blocks and the pool agree."""
+        self.pool.check()
+        held = sum(len(s.blocks) for s in self.running)
+        shared = self.pool.num_blocks - self.pool.num_free
+        assert shared <= held, f"{shared} blocks are held, sequences know of {held}"
+        for s in self.waiting:
+            assert s.phase is Phase.WAITING, f"{s.request_id} waits in phase {s.phase}"
+            assert not s.blocks, f"{s.request_id} waits and has blocks"
+        for s in self.running:
+            assert s.phase is Phase.RUNNING, f"{s.request_id} runs in phase {s.phase}"
+            assert s.num_computed <= len(s.blocks) * self.pool.block_size, f"{s.request_id} outgrew its blocks"
+            assert s.digest is None or s.holds_lease, f"{s.request_id} runs without a lease"
+
+    def check_idle(self) -> None:
+        self.check()
+        assert not self.waiting, f"{len(self.waiting)} sequences wait"
+        assert not self.running, f"{len(self.running)} sequences run"
+        self.pool.check_idle()
+
+    # Running sequences ------------------------------------------------------------------------------
+
+    def _continue_running(self, plan: Plan) -> int:
+        """Give running sequences their missing tokens, those that miss one first. The budget left."""
+        budget = self.limits.step_tokens
+        for sequence in [*self._runnable(plan, decode=True), *self._runnable(plan, decode=False)]:
+            if budget == 0:
+                break
+            count = min(sequence.num_missing, budget)
+            if sequence.phase is Phase.RUNNING and self._cover(sequence, count, plan):
+                plan.rows.append(Rows(sequence, sequence.num_computed, count))
+                budget -= count
+        return budget
+
+    def _runnable(self, plan: Plan, *, decode: bool) -> Iterator[Sequence]:
+        """Running sequences with a ready lease, oldest first. One whose lease is lost pauses and keeps its blocks."""
+        for sequence in sorted(self.running, key=_arrival):
+            if (sequence.num_missing == 1) is not decode:
+                continue
+            match self._state(sequence):
+                case LeaseState.READY:
+                    yield sequence
+                case LeaseState.FAILED:
+                    plan.failed.append(sequence)
+
+    def _cover(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Blocks for `count` more tokens, at the expense of younger sequences if need be."""
+        wanted = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        while wanted > 0:
+            taken = self.pool.take(wanted)
+            if taken is not None:
+                sequence.blocks += taken
+                break
+            victim = self._victim(sequence, plan)
+            if victim is None:
+                return False
+            self._preempt(victim, plan)
+        return True
+
+    def _victim(self, sequence: Sequence, plan: Plan) -> Sequence | None:
+        """The youngest that pauses, else the youngest not in this step and younger than `sequence`."""
+        busy = {id(rows.sequence) for rows in plan.rows} | {id(sequence)}
+        idle = [s for s in self.running if id(s) not in busy]
+        paused = [s for s in idle if self._state(s) is not LeaseState.READY]
+        younger = [s for s in idle if s.arrival > sequence.arrival]
+        return max(paused or younger, key=_arrival, default=None)
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        """Back to the queue; the lease is asked for again at once."""
+        self._requeue(sequence)
+        sequence.num_preemptions += 1
+        self._want(sequence)
+        plan.preempted.append(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """From running to waiting, at its old place; blocks and lease are free."""
+        self.running.remove(sequence)
+        self._give_up(sequence)
+        sequence.phase = Phase.WAITING
+        self.waiting.append(sequence)
+        self.waiting.sort(key=_arrival)
+
+    # Waiting sequences ------------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        fence, passed = False, []
+        for sequence in list(self.waiting):
+            if budget == 0 or len(self.running) >= self.limits.max_running:
+                break
+            if fence and sequence.digest is not None:
+                self._drop(sequence)
+                continue
+            self._want(sequence)
+            match self._state(sequence):
+                case LeaseState.FAILED:
+                    plan.failed.append(sequence)
+                case LeaseState.NO_SLOT | LeaseState.LOADING as state:
+                    passed.append(sequence)
+                    fence |= state is LeaseState.NO_SLOT and sequence.times_bypassed >= self.limits.max_bypass
+                case LeaseState.READY:
+                    if not self._start(sequence):
+                        break
+                    count = min(sequence.num_missing, budget)
+                    plan.rows.append(Rows(sequence, sequence.num_computed, count))
+                    budget -= count
+                    if sequence.digest is not None:
+                        _count_bypass(passed)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Hold blocks for every known token, remembered ones first. False, and nothing changed, if too few are free.
+
+        A block for each running sequence's next token stays free, so that admission does not cause preemption.
+        """
+        cached = self._find_prefix(sequence)
+        wanted = self.pool.blocks_for(sequence.num_known) - len(cached)
+        spare = self.pool.num_free - (len(cached) - self.pool.num_held(cached)) - wanted
+        if spare < (len(self.running) if self.running else 0):
+            return False
+        self.pool.hold(cached)
+        taken = self.pool.take(wanted)
+        assert taken is not None, "free blocks were counted just now"
+        sequence.blocks = cached + taken
+        sequence.num_committed = len(cached)
+        sequence.num_computed = len(cached) * self.pool.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.phase = Phase.RUNNING
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Remembered blocks of this digest and these tokens; at least one token is left to compute."""
+        if not sequence.reads_prefix_cache:
+            return []
+        usable = (sequence.num_known - 1) // self.pool.block_size
+        self._grow_chain(sequence, usable)
+        return self.pool.find(sequence.chain[:usable])
+
+    def _grow_chain(self, sequence: Sequence, length: int) -> None:
+        size, chain = self.pool.block_size, sequence.chain
+        while len(chain) < length:
+            parent = chain[-1] if chain else chain_root(sequence.digest)
+            at = len(chain) * size
+            chain.append(chain_next(parent, sequence.tokens[at : at + size]))
+
+    # Leases -----------------------------------------------------------------------------------------
+
+    def _state(self, sequence: Sequence) -> LeaseState:
+        return LeaseState.READY if sequence.digest is None else self._leases.state(sequence.digest)
+
+    def _want(self, sequence: Sequence) -> None:
+        if sequence.digest is not None and not sequence.holds_lease:
+            self._leases.want(sequence.digest)
+            sequence.holds_lease = True
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.digest is not None and sequence.holds_lease:
+            self._leases.drop(sequence.digest)
+            sequence.holds_lease = False
+
+    def _give_up(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_committed = 0
+        self._drop(sequence)
+
+
+def _count_bypass(passed: list[Sequence]) -> None:
+    for sequence in passed:
+        sequence.times_bypassed += 1
+
+
+_arrival: Callable[[Sequence], int] = lambda sequence: sequence.arrival  # noqa: E731 - a sort key, named once

@@ -1,0 +1,49 @@
+"""What an engine reads from its environment, each as `INFINILORA_<NAME>`. Read once, in `__main__`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from infinilora.runtime.settings import Common
+
+
+class Settings(Common):
+    """Memory and limits of one engine; what is 0 or empty is derived at start, and logged."""
+
+    model: Path
+    """A Hugging Face model directory."""
+    served_name: str = ""
+    """What clients call the base model; the directory's name if empty."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random weights of the true shapes, for measurements."""
+    engine_id: str = "engine-0"
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    """The address that others are told; that of `listen` if empty."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """How weights are kept. `auto`: fp32 on the CPU, bf16 on CUDA. A CPU computes in fp32 whatever it keeps."""
+    threads: int = Field(default=2, ge=1)
+    kv_bytes: int = Field(default=0, ge=0)
+    """Memory for keys and values; 0: enough for `max_running` sequences of a quarter of the longest, at most 2 GiB."""
+    kv_block: int = Field(default=16, ge=1)
+    """Tokens in a block."""
+    max_model_len: int = Field(default=0, ge=0)
+    """0: what the model computes exactly, at most 8192."""
+    max_running: int = Field(default=64, ge=1)
+    max_waiting: int = Field(default=256, ge=1)
+    step_tokens: int = Field(default=512, ge=1)
+    """Rows of one step at most: long prompts are cut into chunks of this."""
+    max_bypass: int = Field(default=256, ge=1)
+
+    lora: Literal["remote", "local", "none"] = "remote"
+    link_dir: Path | None = None
+    """A directory (tmpfs) that engine and LoRA servers of this host both see; None: TCP only."""
+    pool_bytes: int = Field(default=1 << 30, ge=0)
+    """Memory for adapters in `local` mode."""
+    loading_patience_s: float = Field(default=30.0, gt=0)
+    """A request whose adapter is not ready by then gets `adapter_loading`."""
+    lost_patience_s: float = Field(default=1.5, gt=0)
+    """A running request that lost its adapter for so long gets `adapter_failed`."""
