@@ -1,0 +1,196 @@
+"""Heartbeats out, and the mirror of everybody's heartbeats in. The judgement is membership.py's.
+
+heart = Heart(settings.nats_url, lambda: Beat(..., seq=0), interval_s=0.5)
+service.spawn(heart.run(), "heart")
+
+async with Members(bus, interval_s=0.5) as members:
+    members.alive("engine")
+    async for change in members.changes(): ...
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from infinilora.protocol import subjects
+from infinilora.protocol.control import Beat, ProcessKind
+from infinilora.protocol.errors import Unavailable
+from infinilora.runtime.bus import Bus, NatsBus
+from infinilora.runtime.membership import Change, Member, Membership, of_kind
+
+CHANGES_LIMIT = 1000
+EVERYBODY: tuple[ProcessKind, ...] = ("gateway", "engine", "lora-server", "coordinator")
+
+
+class Heart:
+    """Beats from an OS thread with a connection of its own: a busy event loop does not look like death.
+
+    `build` runs on that thread: it must be cheap, must not block and must only read. Its `seq` is stamped here.
+    """
+
+    def __init__(self, nats_url: str, build: Callable[[], Beat], *, interval_s: float = 0.5) -> None:
+        self._nats_url = nats_url
+        self._build = build
+        self._interval_s = interval_s
+        self._seq = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._is_stopped = False
+
+    async def run(self) -> None:
+        """Beat until cancelled. Raises what the thread died of."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="heart")
+        beating = asyncio.get_running_loop().run_in_executor(executor, self._live)
+        try:
+            await asyncio.shield(beating)
+        finally:
+            self._is_stopped = True
+            self.beat_now()
+            executor.shutdown(wait=False)
+
+    def beat_now(self) -> None:
+        """Do not wait for the interval: something that others act on has changed. From any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _live(self) -> None:
+        asyncio.run(self._beat_for_ever())
+
+    async def _beat_for_ever(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with NatsBus(self._nats_url, name="heart") as bus:
+            bus.on_state(lambda _: self._wake.set())
+            while not self._is_stopped:
+                self._wake.clear()
+                self._seq += 1
+                beat = msgspec.structs.replace(self._build(), seq=self._seq)
+                await bus.publish(subjects.heartbeat(beat.kind, beat.id), beat)
+                try:
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+
+
+class Members:
+    """The mirror: every process of `kinds` that beats on this bus, and how it is. Used inside `async with`."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        kinds: tuple[ProcessKind, ...] = EVERYBODY,
+        interval_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._kinds = kinds
+        self._interval_s = interval_s
+        self._clock = clock
+        self._view = Membership(interval_s)
+        self._watchers: list[_Watcher] = []
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Members":
+        await self._group.__aenter__()
+        self._bus.on_state(self._on_bus)
+        self._task = self._group.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for watcher in self._watchers:
+            watcher.end()
+        await self._group.__aexit__(*exc)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Our view may be old: do not decide that anybody died."""
+        return self._view.is_frozen(self._clock())
+
+    def all(self) -> list[Member]:
+        """Everybody, the recently dead included, by kind and id."""
+        return self._view.members()
+
+    def alive(self, kind: ProcessKind) -> list[Member]:
+        """Those of one kind that may be given work: not dead, and ready."""
+        return of_kind(self._view.members(), kind)
+
+    def get(self, kind: ProcessKind, process_id: str) -> Member | None:
+        return self._view.get(kind, process_id)
+
+    def changes(self) -> AsyncIterator[Change]:
+        """Every change from now on, until the mirror is closed. The present comes first, as `joined`."""
+        watcher = _Watcher(Change("joined", m) for m in self.all() if m.health != "dead")
+        self._watchers.append(watcher)
+        return watcher.changes(lambda: self._watchers.remove(watcher))
+
+    async def _watch(self) -> None:
+        subscriptions = [self._bus.subscribe(subjects.heartbeats(kind), Beat) for kind in self._kinds]
+        try:
+            while True:
+                # Polled, not awaited: at a quarter of an interval nothing is late, and a beat costs no wake-up.
+                await asyncio.sleep(self._interval_s / 4)
+                now = self._clock()
+                for subscription in subscriptions:
+                    for beat in subscription.pop_all():
+                        self._tell(self._view.hear(beat, now))
+                self._tell(self._view.sweep(now))
+                if self._view.wants_proof:
+                    await self._prove()
+        finally:
+            for subscription in subscriptions:
+                subscription.close()
+
+    async def _prove(self) -> None:
+        try:
+            await self._bus.flush(self._interval_s)
+        except Unavailable:
+            return
+        self._view.bus_proved(self._clock())
+
+    def _on_bus(self, connected: bool) -> None:  # noqa: FBT001 - the bus's callback
+        if connected:
+            self._view.bus_proved(self._clock())
+        else:
+            self._view.bus_went()
+
+    def _tell(self, changes: list[Change]) -> None:
+        for watcher in self._watchers:
+            watcher.push(changes)
+
+
+class _Watcher:
+    """The unread changes of one reader."""
+
+    def __init__(self, present: Iterable[Change]) -> None:
+        self._unread: deque[Change] = deque(present, maxlen=CHANGES_LIMIT)
+        self._arrived = asyncio.Event()
+        self._is_ended = False
+
+    def push(self, changes: list[Change]) -> None:
+        self._unread.extend(changes)
+        self._arrived.set()
+
+    def end(self) -> None:
+        self._is_ended = True
+        self._arrived.set()
+
+    async def changes(self, on_end: Callable[[], None]) -> AsyncIterator[Change]:
+        try:
+            while True:
+                while self._unread:
+                    yield self._unread.popleft()
+                if self._is_ended:
+                    return
+                self._arrived.clear()
+                await self._arrived.wait()
+        finally:
+            on_end()

@@ -1,0 +1,207 @@
+"""Every instrument of the system, and the Prometheus page they are read from. The only file that makes one.
+
+A process makes one registry and the groups it needs:
+
+    registry = new_registry()
+    metrics = GatewayMetrics(registry)
+    metrics.ttft.labels(route="chat", adapter=metrics.adapters.label("tenant/name")).observe(0.2)
+    render(registry)
+
+Labels are bounded sets. An adapter's name becomes a label only through `TopNames`; the rest is `other`.
+OTel's GenAI names are used where there is one, in Prometheus spelling (dots to underscores, unit at the end).
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER = "other"
+BASE = "base"
+
+# OTel's advice for GenAI durations, with finer steps where our targets lie.
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TPOT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_DURATION_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_STEP_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+_SITE_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+_LOAD_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class TopNames:
+    """The at most `limit` adapter names that may be labels: the hottest, as somebody who knows says."""
+
+    def __init__(self, limit: int = 20) -> None:
+        self._limit = limit
+        self._names: frozenset[str] = frozenset()
+
+    def set(self, hottest_first: Iterable[str]) -> None:
+        self._names = frozenset(name for name, _ in zip(hottest_first, range(self._limit), strict=False))
+
+    def label(self, name: str | None) -> str:
+        """The label for a request: its adapter if that is one of the top, `base` for none, else `other`."""
+        if name is None:
+            return BASE
+        return name if name in self._names else OTHER
+
+
+def new_registry() -> CollectorRegistry:
+    return CollectorRegistry(auto_describe=True)
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The Prometheus text exposition; serve it as `CONTENT_TYPE`."""
+    return generate_latest(registry)
+
+
+def serve(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
+    """Answer scrapes from a daemon thread, for services without HTTP of their own. Gives port and stop."""
+    server: WSGIServer
+    thread: threading.Thread
+    server, thread = start_http_server(port, addr=host, registry=registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop
+
+
+class ProcessMetrics:
+    """What every process shows of its ties to the others."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bus_connected = Gauge("infinilora_bus_connected", "1 while the broker is connected.", registry=registry)
+        self.store_connected = Gauge("infinilora_store_connected", "1 while the store answers.", registry=registry)
+        self.events_dropped = Gauge(
+            "infinilora_bus_events_dropped", "Events dropped while the broker was away.", registry=registry
+        )
+
+    def watch(
+        self,
+        *,
+        bus_connected: Callable[[], bool],
+        store_connected: Callable[[], bool] | None = None,
+        events_dropped: Callable[[], int],
+    ) -> None:
+        """Read these when scraped."""
+        self.bus_connected.set_function(lambda: float(bus_connected()))
+        self.events_dropped.set_function(lambda: float(events_dropped()))
+        if store_connected is not None:
+            self.store_connected.set_function(lambda: float(store_connected()))
+
+
+class GatewayMetrics:
+    """Requests as clients see them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.adapters = TopNames()
+        labels = ("route", "adapter")
+        self.requests = Counter(
+            "infinilora_requests", "Requests ended, by route and code.", ("route", "code"), registry=registry
+        )
+        self.in_flight = Gauge("infinilora_requests_in_flight", "Requests being served.", registry=registry)
+        self.ttft = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Whole request received to first token's bytes written.",
+            labels,
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "(last - first) / (n - 1).",
+            labels,
+            buckets=_TPOT_S,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Whole request received to last byte written.",
+            labels,
+            buckets=_DURATION_S,
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "infinilora_tokens", "Tokens of ended requests.", ("direction", "adapter"), registry=registry
+        )
+        self.retries = Counter("infinilora_engine_retries", "Calls moved to another engine.", registry=registry)
+        self.registry_age_s = Gauge(
+            "infinilora_registry_age_seconds", "Since the mirror last agreed with the store.", registry=registry
+        )
+        self.lora_info = Gauge(
+            "vllm:lora_requests_info",
+            "Stamp of the latest report of running and waiting adapters, for routers that expect it.",
+            ("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
+            registry=registry,
+        )
+
+
+class EngineMetrics:
+    """The scheduler, the steps and the wait for deltas."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running = Gauge("infinilora_engine_running", "Sequences running.", registry=registry)
+        self.waiting = Gauge("infinilora_engine_waiting", "Sequences waiting.", registry=registry)
+        self.kv_blocks_free = Gauge("infinilora_engine_kv_blocks_free", "KV blocks free.", registry=registry)
+        self.step_s = Histogram(
+            "infinilora_engine_step_seconds", "One forward pass.", buckets=_STEP_S, registry=registry
+        )
+        self.step_rows = Counter("infinilora_engine_step_rows", "Rows computed.", ("kind",), registry=registry)
+        self.lora_wait_s = Histogram(
+            "infinilora_engine_lora_wait_seconds",
+            "Time a site waited for its delta after its base product was done.",
+            buckets=_SITE_S,
+            registry=registry,
+        )
+        self.preemptions = Counter("infinilora_engine_preemptions", "Sequences put back.", registry=registry)
+        self.prefix_hits = Counter(
+            "infinilora_engine_prefix_tokens", "Prompt tokens, by cache outcome.", ("outcome",), registry=registry
+        )
+        self.steps_lost = Counter(
+            "infinilora_engine_steps_lost", "Steps whose rows lost their link.", registry=registry
+        )
+
+
+class LoraServerMetrics:
+    """The adapter pool and the links it serves."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bytes_free = Gauge("infinilora_pool_bytes_free", "Free bytes of the pool.", registry=registry)
+        self.bytes_total = Gauge("infinilora_pool_bytes_total", "Bytes of the pool.", registry=registry)
+        self.resident = Gauge("infinilora_pool_resident", "Adapters resident.", registry=registry)
+        self.leases = Gauge("infinilora_pool_leases", "Leases held.", registry=registry)
+        self.waiting = Gauge("infinilora_pool_waiting", "Leases asked for and not granted.", registry=registry)
+        self.links = Gauge("infinilora_links_open", "Links open.", registry=registry)
+        self.loads = Counter("infinilora_pool_loads", "Adapters staged, by outcome.", ("outcome",), registry=registry)
+        self.load_s = Histogram(
+            "infinilora_pool_load_seconds",
+            "Lease asked for to all layers ready, by where the bytes were.",
+            ("tier",),
+            buckets=_LOAD_S,
+            registry=registry,
+        )
+        self.evictions = Counter("infinilora_pool_evictions", "Slots given up.", registry=registry)
+        self.site_s = Histogram(
+            "infinilora_lora_site_seconds", "One site call computed.", buckets=_SITE_S, registry=registry
+        )
+        self.refused = Counter("infinilora_lora_refused", "Site calls refused, by code.", ("code",), registry=registry)
+
+
+class CoordinatorMetrics:
+    """Decisions and what they rest on."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.leading = Gauge("infinilora_coordinator_leading", "1 while this process leads.", registry=registry)
+        self.epoch = Gauge("infinilora_coordinator_epoch", "Newest epoch known here.", registry=registry)
+        self.members = Gauge(
+            "infinilora_members", "Processes known, by kind and health.", ("kind", "health"), registry=registry
+        )
+        self.frozen = Gauge("infinilora_coordinator_frozen", "1 while decisions are frozen.", registry=registry)
+        self.placements = Counter("infinilora_placements", "Placements written.", registry=registry)
+        self.commands = Counter(
+            "infinilora_commands", "Commands sent, by body and outcome.", ("body", "outcome"), registry=registry
+        )
