@@ -1,0 +1,57 @@
+// The descriptors that Python fills in (abi.py holds the same structures), and the calls that read them.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+constexpr int kMaxParts = 4;
+
+struct il_part {
+  const void* a;   // [r, in] of expert 0
+  const void* bt;  // [r, out] of expert 0
+  int64_t a_expert_stride;  // elements between experts
+  int64_t bt_expert_stride;
+  int32_t rank;
+  int32_t out;
+  int32_t out_offset;
+  float scale;
+};
+
+struct il_site {
+  int32_t num_parts;
+  int32_t dtype;        // il::Dtype
+  int32_t in, out;
+  int32_t num_experts;  // 0: dense
+  int32_t reserved;
+  il_part parts[kMaxParts];
+};
+
+struct il_segment {
+  int32_t row_start, rows, slot;
+};
+
+// sites[slot * slot_stride] is the site of a slot, or null: unbound, adds nothing.
+struct il_launch {
+  const il_site* const* sites;
+  int64_t slot_stride;
+  const il_segment* segments;
+  int32_t num_segments;
+  int32_t rows;  // of x and out
+  int32_t accumulate;
+  int32_t topk;  // MoE only
+};
+
+// x [rows, in] -> out [rows, out_dim]. Strides are of rows, in floats.
+void il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride,
+                   int32_t out_dim);
+
+// x [rows, in], topk_ids [rows, topk] -> out [rows, topk, out_dim], contiguous within a row.
+void il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,
+                         float* out, int64_t out_stride, int32_t out_dim);
+
+// act [rows, topk, in_dim] (contiguous within a row), topk_ids and topk_weights [rows, topk] -> out [rows, out_dim].
+void il_lora_moe_down(const il_launch* launch, const float* act, int64_t act_stride, int32_t in_dim,
+                      const int32_t* topk_ids, const float* topk_weights, float* out, int64_t out_stride,
+                      int32_t out_dim);
+}

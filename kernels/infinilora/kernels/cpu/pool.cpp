@@ -1,0 +1,244 @@
+// Workers sleep on a futex after a bounded spin, so an idle pool costs nothing and a busy one wakes quickly.
+//
+//   state   | ticket: which job this is | waiting callers sleep on `done`, workers on `ticket`
+//
+// One job at a time: `caller_lock` is only ever tried, never waited for.
+#include "pool.h"
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+namespace il {
+namespace {
+
+constexpr int kMaxThreads = 256;
+constexpr int kPauses = 64;  // looks before the first sched_yield: about 2 us, less than a wake-up costs
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until `ready()`: a short spin, then giving the core away for up to `spin_ns`, then asleep on `word`.
+template <class Ready>
+void wait_until(std::atomic<uint32_t>& word, std::atomic<int>& sleepers, int64_t spin_ns, const Ready& ready) {
+  for (int i = 0; i < kPauses; ++i) {
+    if (ready()) return;
+    pause_cpu();
+  }
+  for (int64_t end = now_ns() + spin_ns; now_ns() < end;) {
+    if (ready()) return;
+    sched_yield();
+  }
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  while (true) {
+    uint32_t seen = word.load(std::memory_order_seq_cst);
+    if (ready()) break;
+    futex_wait(word, seen);
+  }
+  sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+struct Job {
+  const void* data = nullptr;
+  RunChunk run = nullptr;
+  int num_chunks = 0;
+};
+
+// Between jobs: `left` is 0, `next` >= the last job's chunks, no worker is `inside`.
+struct Pool {
+  pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER;
+  pthread_t workers[kMaxThreads];
+  int num_workers = 0;
+  std::atomic<bool> stop{false};
+  std::atomic<int64_t> spin_ns{30000};  // about the Python between two operations of one layer
+
+  Job job;
+  alignas(64) std::atomic<uint32_t> ticket{0};  // raised for each job; workers sleep on it
+  std::atomic<int> sleeping_workers{0};
+  alignas(64) std::atomic<int> next{0};         // the next chunk to take
+  alignas(64) std::atomic<uint32_t> left{0};    // chunks not yet finished; the caller sleeps on it
+  std::atomic<int> sleeping_caller{0};
+  alignas(64) std::atomic<int> inside{0};       // workers that may be looking at `job`
+  std::atomic<bool> open{false};                // `job` may be looked at
+};
+
+Pool pool;
+thread_local bool in_job = false;
+
+void finish_chunk() {
+  if (pool.left.fetch_sub(1, std::memory_order_seq_cst) != 1) return;
+  if (pool.sleeping_caller.load(std::memory_order_seq_cst)) futex_wake(pool.left);
+}
+
+void take_chunks(const Job& job, int thread) {
+  in_job = true;
+  for (int chunk; (chunk = pool.next.fetch_add(1, std::memory_order_relaxed)) < job.num_chunks;) {
+    job.run(job.data, chunk, thread);
+    finish_chunk();
+  }
+  in_job = false;
+}
+
+struct Start {
+  int thread;
+  uint32_t ticket;
+};
+
+void* work(void* argument) {
+  Start start = *static_cast<Start*>(argument);
+  free(argument);
+  uint32_t seen = start.ticket;
+  while (true) {
+    auto changed = [&] { return pool.ticket.load(std::memory_order_acquire) != seen; };
+    wait_until(pool.ticket, pool.sleeping_workers, pool.spin_ns.load(std::memory_order_relaxed), changed);
+    seen = pool.ticket.load(std::memory_order_acquire);
+    if (pool.stop.load(std::memory_order_acquire)) return nullptr;
+    // Enter first, then look: the caller closes the job, then waits for those inside.
+    pool.inside.fetch_add(1, std::memory_order_seq_cst);
+    if (pool.open.load(std::memory_order_seq_cst)) take_chunks(pool.job, start.thread);
+    pool.inside.fetch_sub(1, std::memory_order_seq_cst);
+  }
+}
+
+void announce() {
+  pool.ticket.fetch_add(1, std::memory_order_seq_cst);
+  if (pool.sleeping_workers.load(std::memory_order_seq_cst)) futex_wake(pool.ticket);
+}
+
+void stop_workers() {
+  pool.stop.store(true, std::memory_order_release);
+  announce();
+  for (int i = 0; i < pool.num_workers; ++i) pthread_join(pool.workers[i], nullptr);
+  pool.num_workers = 0;
+  pool.stop.store(false, std::memory_order_release);
+}
+
+void start_workers(int count) {
+  for (int i = 0; i < count; ++i) {
+    auto* start = static_cast<Start*>(malloc(sizeof(Start)));
+    *start = {i + 1, pool.ticket.load(std::memory_order_relaxed)};
+    if (pthread_create(&pool.workers[pool.num_workers], nullptr, work, start) != 0) {
+      free(start);  // fewer threads than asked for: still right, and num_threads() says so
+      return;
+    }
+    ++pool.num_workers;
+  }
+}
+
+// A forked child has no workers: it starts over with none, and works alone until it sets its own.
+void forget_workers() {
+  pool.num_workers = 0;
+  pool.sleeping_workers.store(0);
+  pool.inside.store(0);
+  pool.open.store(false);
+  pool.caller_lock = PTHREAD_MUTEX_INITIALIZER;
+}
+
+__attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, forget_workers); }
+
+void run_alone(int num_chunks, const void* data, RunChunk run) {
+  for (int chunk = 0; chunk < num_chunks; ++chunk) run(data, chunk, 0);
+}
+
+}  // namespace
+
+int num_threads() { return pool.num_workers + 1; }
+
+void parallel_for(int num_chunks, const void* data, RunChunk run) {
+  bool alone = num_chunks <= 1 || pool.num_workers == 0 || in_job;
+  if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) return run_alone(num_chunks, data, run);
+
+  pool.job = {data, run, num_chunks};
+  pool.left.store(num_chunks, std::memory_order_relaxed);
+  pool.next.store(0, std::memory_order_relaxed);
+  pool.open.store(true, std::memory_order_seq_cst);
+  announce();
+  take_chunks(pool.job, 0);
+  int64_t spin = pool.spin_ns.load(std::memory_order_relaxed);
+  wait_until(pool.left, pool.sleeping_caller, spin,
+             [] { return pool.left.load(std::memory_order_acquire) == 0; });
+  pool.open.store(false, std::memory_order_seq_cst);
+  while (pool.inside.load(std::memory_order_seq_cst) != 0) sched_yield();  // leaving: no chunk is left to run
+  pthread_mutex_unlock(&pool.caller_lock);
+}
+
+namespace {
+
+struct Scratch {
+  void* memory;
+  size_t bytes;
+};
+
+pthread_key_t scratch_key;
+
+void free_scratch(void* value) {
+  free(static_cast<Scratch*>(value)->memory);
+  free(value);
+}
+
+__attribute__((constructor)) void make_key() { pthread_key_create(&scratch_key, free_scratch); }
+
+}  // namespace
+
+void* scratch(size_t bytes) {
+  auto* mine = static_cast<Scratch*>(pthread_getspecific(scratch_key));
+  if (mine == nullptr) {
+    mine = static_cast<Scratch*>(calloc(1, sizeof(Scratch)));
+    pthread_setspecific(scratch_key, mine);
+  }
+  if (mine->bytes < bytes) {
+    free(mine->memory);
+    mine->bytes = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+    mine->memory = aligned_alloc(64, mine->bytes);
+    if (mine->memory == nullptr) abort();
+  }
+  return mine->memory;
+}
+
+}  // namespace il
+
+extern "C" {
+
+// Makes the pool `threads` wide, the caller included. Waits for a running job; not to be called inside one.
+int il_set_threads(int threads) {
+  using namespace il;
+  int workers = threads < 1 ? 0 : (threads > kMaxThreads ? kMaxThreads : threads) - 1;
+  pthread_mutex_lock(&pool.caller_lock);
+  if (workers != pool.num_workers) {
+    stop_workers();
+    start_workers(workers);
+  }
+  pthread_mutex_unlock(&pool.caller_lock);
+  return num_threads();
+}
+
+int il_num_threads() { return il::num_threads(); }
+
+void il_set_spin(int64_t nanoseconds) { il::pool.spin_ns.store(nanoseconds); }
+}
