@@ -54,7 +54,9 @@ class Ticket:
     settled: Tensor | None = None
     """The delta, where it had to be taken before anybody waited for it."""
     done: bool = False
-    native: object = None
+    native: int = 0
+    """Address of the native port's own record of this call, and what keeps that alive."""
+    keep: object = None
 
     @property
     def chunks(self) -> int:
@@ -132,7 +134,7 @@ class EngineEnd:
         header = Header(kind=Kind.PLAN, step_id=step_id, rows=len(segments), payload_bytes=len(body), trace=trace)
         self._port.send_plan(header, body, timeout_s=PLAN_TIMEOUT_S)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the facts of a site call
         self,
         step_id: int,
         layer: int,
@@ -172,7 +174,7 @@ class EngineEnd:
         return ticket
 
     def wait(self, ticket: Ticket, out: Tensor, *, deadline_s: float, add: bool) -> None:
-        """out [T, ...] = delta, or += delta, chunk by chunk as it comes; at most `deadline_s` from now.
+        """Do out [T, ...] = delta, or += delta, chunk by chunk as it comes; at most `deadline_s` from now.
 
         Raises LinkTimeout (quarantine the link), LinkClosed, or LinkRefused (the step is abandoned).
         """
@@ -363,13 +365,13 @@ def payload_at(frame_offset: int) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [T, ...] as [T, cols] with adjacent columns; a view where it can be one."""
+    """Return x [T, ...] as [T, cols] with adjacent columns; a view where it can be one."""
     flat = x if x.dim() == 2 else x.flatten(1)
     return flat if flat.stride(1) == 1 or flat.shape[1] <= 1 else flat.contiguous()
 
 
 def _rows_in_place(out: Tensor, rows: int, cols: int) -> Tensor:
-    """out [T, ...] as [T, cols] sharing its memory."""
+    """Return out [T, ...] as [T, cols], sharing its memory."""
     flat = out if out.dim() == 2 else out.flatten(1)
     if flat.shape != (rows, cols):
         raise InvalidRequest(f"the delta is [{rows}, {cols}]; out is {list(out.shape)}")

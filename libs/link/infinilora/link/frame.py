@@ -11,6 +11,7 @@ dtype. The link does not know what a site means: `[k, f]` of a row is flattened 
 """
 
 import enum
+import mmap
 import struct
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ _SEGMENT_BYTES = 16
 
 
 class Kind(enum.IntEnum):
+    """What a frame is; see the table above."""
+
     PLAN = 1
     SITE = 2
     REPLY = 3
@@ -34,6 +37,8 @@ class Kind(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
+    """LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload."""
+
     LAST = 1
     HAS_IDS = 2
     HAS_WEIGHTS = 4
@@ -121,7 +126,7 @@ class Header(NamedTuple):
         return self.ids_offset + routed * self.rows * self.topk * 4
 
 
-def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+def unpack_header(data: bytes | bytearray | memoryview | mmap.mmap, offset: int = 0) -> Header:
     return Header._make(_HEADER.unpack_from(data, offset))
 
 

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from infinilora.link.ends import Ticket, payload_at, refusal

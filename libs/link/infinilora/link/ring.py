@@ -98,15 +98,14 @@ class NativeEnginePort:
             )
         )
         address = ctypes.addressof(c_char.from_buffer(block))
-        ticket.native = (block, address)
+        ticket.native, ticket.keep = address, block
         self._lib.submit(self._handle, address)
         ticket.sent = int.from_bytes(block[_SENT_AT : _SENT_AT + 4], "little")
 
     def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
-        assert isinstance(ticket.native, tuple)
         status = self._lib.collect(
             self._handle,
-            ticket.native[1],
+            ticket.native,
             out.data_ptr(),
             out.stride(0) * out.element_size(),
             DTYPE_CODES[out.dtype],

@@ -1,0 +1,186 @@
+"""How two processes agree on a back-end and open it. No gRPC here: services carry the dictionaries.
+
+engine   offers = make_offers(settings)          nonce file in the link directory; Hello carries offers.wire
+server   opening = Opener.choose(offers.wire)    reads the nonce in *its* link directory: shared, so `shm`
+                                                 makes the ring file (or expects a socket); Welcome carries
+                                                 opening.chosen and opening.secret
+engine   end = attach(chosen, secret, settings)  maps and unlinks, or connects; then says Ready
+server   end = opening.wait(timeout_s)
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinilora.link import shm, tcp
+from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+
+logger = logging.getLogger(__name__)
+
+Offer = dict[str, str]
+"""`backend`, and what that back-end needs to be found: all strings, as the wire carries them."""
+
+_FILE_NAME = re.compile(r"(?:nonce|ring)-[0-9a-f]{32}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """What one process allows its links. A shm link takes 2 x num_buffers x buffer_bytes of `directory`.
+
+    `directory`: shared by processes of this host (a tmpfs, such as /dev/shm); None: no shm. `tcp_host`: what a
+    server binds and, unless it is a wildcard, tells engines to connect to; None: no tcp.
+    """
+
+    directory: Path | None
+    tcp_host: str | None = "127.0.0.1"
+    tcp_port: int = 0
+    num_buffers: int = 32
+    buffer_bytes: int = 256 * 1024
+    spin_s: float = shm.SPIN_S
+
+
+class Offers:
+    """What an engine offers a server. The nonce file proves a shared directory; `close` removes it."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self.wire: list[Offer] = []
+        self._nonce: Path | None = None
+        if settings.directory is not None and shm.is_available():
+            self._nonce = settings.directory / f"nonce-{secrets.token_hex(16)}"
+            proof = secrets.token_bytes(32)
+            self._nonce.touch(mode=0o600)
+            self._nonce.write_bytes(proof)
+            self.wire.append({"backend": "shm", "nonce": self._nonce.name, "sha256": hashlib.sha256(proof).hexdigest()})
+        if settings.tcp_host is not None:
+            self.wire.append({"backend": "tcp"})
+
+    def close(self) -> None:
+        if self._nonce is not None:
+            self._nonce.unlink(missing_ok=True)
+
+
+class Opening:
+    """A link that a server has prepared and an engine may now attach to."""
+
+    def __init__(
+        self, chosen: Offer, secret: bytes, take: Callable[[float], ServerEnd], cancel: Callable[[], None]
+    ) -> None:
+        self.chosen = chosen
+        self.secret = secret
+        self._take = take
+        self._cancel = cancel
+
+    def wait(self, timeout_s: float) -> ServerEnd:
+        """The server's end. Blocks (tcp) until the engine has connected."""
+        return self._take(timeout_s)
+
+    def cancel(self) -> None:
+        """Give the preparations up: the engine did not come."""
+        self._cancel()
+
+
+class Opener:
+    """A server's side of opening links. Owns the tcp listener, once one was needed."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self._settings = settings
+        self._listener: tcp.TcpListener | None = None
+
+    def choose(self, offers: Sequence[Mapping[str, str]]) -> Opening:
+        """Prepare the first offer that works here; InvalidRequest when none does."""
+        for offer in offers:
+            if offer.get("backend") == "shm" and self._is_shared(offer):
+                try:
+                    return self._open_shm()
+                except Unavailable as error:
+                    logger.warning("shm link not possible, trying the next offer", extra={"reason": error.message})
+            elif offer.get("backend") == "tcp" and self._settings.tcp_host is not None:
+                return self._open_tcp(self._settings.tcp_host)
+        raise InvalidRequest(
+            f"none of the offered links {[offer.get('backend') for offer in offers]} works here: shm needs a directory "
+            "that both processes mount, tcp an address to bind"
+        )
+
+    def _is_shared(self, offer: Mapping[str, str]) -> bool:
+        """Whether the engine's nonce lies in our own directory. No path from a peer is opened."""
+        directory, name = self._settings.directory, offer.get("nonce", "")
+        if directory is None or not shm.is_available() or not _FILE_NAME.match(name):
+            return False
+        try:
+            proof = (directory / name).read_bytes()
+        except OSError:
+            return False
+        return hmac.compare_digest(hashlib.sha256(proof).hexdigest(), offer.get("sha256", ""))
+
+    def _open_shm(self) -> Opening:
+        settings = self._settings
+        assert settings.directory is not None  # noqa: S101 - _is_shared saw it
+        secret = secrets.token_bytes(SECRET_BYTES)
+        name = f"ring-{secrets.token_hex(16)}"
+        ring = create_ring_file(
+            settings.directory / name, secret, num_buffers=settings.num_buffers, buffer_bytes=settings.buffer_bytes
+        )
+        return Opening(
+            {"backend": "shm", "file": name},
+            secret,
+            lambda _timeout_s: shm.server_end(ring, spin_s=settings.spin_s),
+            ring.unlink,
+        )
+
+    def _open_tcp(self, host: str) -> Opening:
+        settings = self._settings
+        if self._listener is None:
+            self._listener = tcp.TcpListener(host, settings.tcp_port)
+        listener = self._listener
+        secret = secrets.token_bytes(SECRET_BYTES)
+        listener.expect(secret)
+        chosen = {
+            "backend": "tcp",
+            "host": host if host not in ("0.0.0.0", "::") else socket.gethostname(),  # noqa: S104 - not bound here
+            "port": str(listener.port),
+            "num_buffers": str(settings.num_buffers),
+            "buffer_bytes": str(settings.buffer_bytes),
+        }
+        return Opening(
+            chosen,
+            secret,
+            lambda timeout_s: ServerEnd(
+                tcp.TcpServerPort(listener.take(secret, timeout_s), buffer_bytes=settings.buffer_bytes)
+            ),
+            lambda: listener.forget(secret),
+        )
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+def attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, *, timeout_s: float = 5.0) -> EngineEnd:
+    """Open the engine's end of what the server chose. Blocking, at most `timeout_s`."""
+    match chosen.get("backend"):
+        case "shm":
+            return shm.engine_end(_ring_file(chosen, secret, settings), spin_s=settings.spin_s)
+        case "tcp":
+            sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
+            return EngineEnd(
+                tcp.TcpEnginePort(
+                    sock, num_buffers=int(chosen["num_buffers"]), buffer_bytes=int(chosen["buffer_bytes"])
+                )
+            )
+        case other:
+            raise InvalidRequest(f"the LoRA server chose the link back-end {other!r}; wanted 'shm' or 'tcp'")
+
+
+def _ring_file(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings) -> RingFile:
+    name = chosen.get("file", "")
+    if settings.directory is None or not _FILE_NAME.match(name):
+        raise InvalidRequest(f"the LoRA server chose the link file {name[:80]!r}; wanted a ring-* file of ours")
+    return attach_ring_file(settings.directory / name, secret)
