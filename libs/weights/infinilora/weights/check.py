@@ -5,6 +5,7 @@ Whatever is not exactly servable is refused here, by file, tensor, found and wan
 
 from collections import Counter, defaultdict
 
+import ml_dtypes
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
@@ -201,7 +202,21 @@ def _packed_dtype(adapter: PeftAdapter, narrow: str | None, *, scales_differ: bo
         return kind, notes
     if narrow not in NUMPY_DTYPES or NUMPY_DTYPES[narrow].itemsize >= NUMPY_DTYPES[kind].itemsize:
         raise invalid(CONFIG_FILE, "narrow", found=f"{narrow} for a file of {kind}", wanted="BF16 or F16 of F32")
+    _check_range(adapter, narrow)
     return narrow, (*notes, f"narrowed {kind} -> {narrow}: {NARROWING_BOUND[narrow]}")
+
+
+def _check_range(adapter: PeftAdapter, narrow: str) -> None:
+    limit = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max)
+    for name in adapter.tensors.tensors:
+        largest = float(np.abs(adapter.tensors.read(name).astype(np.float32)).max(initial=0.0))
+        if largest > limit:
+            raise invalid(
+                adapter.tensors.name,
+                f"tensor {name} narrowed to {narrow}",
+                found=f"a value of size {largest:.6g}",
+                wanted=f"at most {limit:.6g}",
+            )
 
 
 NARROWING_BOUND = {

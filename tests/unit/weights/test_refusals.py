@@ -1,0 +1,226 @@
+"""Every broken adapter is refused with file, tensor, found and wanted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.ingest import ingest
+from infinilora.weights.peft import TENSORS_FILE
+from infinilora.weights.rules import CONFIG_FILE
+from infinilora.weights.synth import write_peft_adapter, write_tensors
+from infinilora.weights.tensorfile import Array, open_tensors
+from support.cards import make_card, tiny_cards
+
+CARD = tiny_cards()["llama"]
+QWEN2 = tiny_cards()["qwen2_moe"]
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
+Tensors = dict[str, Array]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return write_peft_adapter(tmp_path / "adapter", CARD, rank=4, targets=["q_proj", "down_proj"])
+
+
+def change_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    file = open_tensors(directory / TENSORS_FILE)
+    tensors = {name: np.array(file.read(name)) for name in file.tensors}
+    change(tensors)
+    write_tensors(directory / TENSORS_FILE, tensors)
+
+
+def refusal(directory: Path, **options: Any) -> str:
+    out = directory / "out.packed"
+    with pytest.raises(AdapterInvalid) as refused:
+        ingest(directory, options.pop("card", CARD), out, **options)
+    assert not out.exists()
+    assert not list(directory.glob("*.part"))
+    assert "found" in refused.value.message
+    assert "wanted" in refused.value.message
+    return refused.value.message
+
+
+def poke(name: str, value: float) -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        tensors[name][1, 2] = value
+
+    return change
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (poke(A, np.nan), [A, "1 of 128"]),
+        (poke(B, np.inf), [B, "NaN or infinite"]),
+        (lambda t: t.pop(B), [Q0.removeprefix("base_model.model."), "lora_A alone", A, "lora_B"]),
+        (lambda t: t.pop(A), ["lora_B alone", B, "lora_A"]),
+        (lambda t: t.update({A: t[A][:, :-1]}), [A, "[4, 31]", "[4, 32]"]),
+        (lambda t: t.update({A: t[A][:3], B: t[B][:, :3]}), [A, "[3, 32]", "[4, 32]"]),
+        (lambda t: t.update({B: t[B][:-8]}), [B, "[24, 4]", "[32, 4]"]),
+        (lambda t: t.update({A: t[A].reshape(2, 2, 32)}), [A, "[2, 2, 32]", "[4, 32]"]),
+        (rename(A, A.removeprefix("base_model.model.")), ["base_model.model."]),
+        (rename(A, A.replace("q_proj", "z_proj")), ["lora_B alone", B]),
+        (lambda t: t.update({f"{Q0}.lora_magnitude_vector.weight": t[A]}), ["DoRA", "lora_magnitude_vector"]),
+        (lambda t: t.update({f"{Q0}.lora_B.bias": t[A]}), ["a bias", "lora_B.bias"]),
+        (lambda t: t.update({f"{Q0}.base_layer.weight": t[A]}), ["a copy of base weights"]),
+        (lambda t: t.update({"base_model.model.lm_head.modules_to_save.weight": t[A]}), ["lm_head"]),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A]}),
+            ["embedding", "embed_tokens"],
+        ),
+        (lambda t: t.clear(), ["at least one LoRA pair"]),
+    ],
+)
+def test_a_broken_tensor_is_named(adapter: Path, change: Callable[[Tensors], Any], names: list[str]) -> None:
+    change_tensors(adapter, change)
+    message = refusal(adapter)
+    for name in [TENSORS_FILE, *names]:
+        assert name in message
+
+
+def with_pair(tensors: Tensors, module: str, in_dim: int = 32, out_dim: int = 32) -> None:
+    tensors[f"base_model.model.{module}.lora_A.weight"] = np.ones((4, in_dim), np.float32)
+    tensors[f"base_model.model.{module}.lora_B.weight"] = np.ones((out_dim, 4), np.float32)
+
+
+def test_a_module_of_another_base_is_named(adapter: Path) -> None:
+    change_tensors(adapter, lambda t: with_pair(t, "model.layers.7.self_attn.q_proj"))
+    message = refusal(adapter)
+    assert "model.layers.7.self_attn.q_proj" in message
+    assert "tiny-llama (2 layers" in message
+
+
+def test_a_module_that_the_configuration_does_not_target_is_named(adapter: Path) -> None:
+    change_tensors(adapter, lambda t: with_pair(t, "model.layers.0.self_attn.o_proj"))
+    message = refusal(adapter)
+    assert "model.layers.0.self_attn.o_proj" in message
+    assert "does not target" in message
+
+
+def test_an_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
+    other = make_card("llama", hidden=64)
+    message = refusal(write_peft_adapter(tmp_path / "wide", other, rank=4))
+    assert "found [64, 4]; wanted [32, 4]" in message
+
+
+def test_the_shared_experts_gate_is_no_site_and_is_refused(tmp_path: Path) -> None:
+    directory = write_peft_adapter(tmp_path / "a", QWEN2, rank=4, config={"target_modules": "all-linear"})
+    change_tensors(directory, lambda t: with_pair(t, "model.layers.0.mlp.shared_expert_gate", out_dim=1))
+    assert "shared_expert_gate" in refusal(directory, card=QWEN2)
+
+
+def test_an_expert_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
+    directory = write_peft_adapter(tmp_path / "a", QWEN2, rank=4)
+    change_tensors(directory, lambda t: with_pair(t, "model.layers.0.mlp.experts.4.down_proj", in_dim=24))
+    assert "experts.4.down_proj" in refusal(directory, card=QWEN2)
+
+
+def test_one_projection_under_two_names_is_refused(tmp_path: Path) -> None:
+    card = tiny_cards()["mixtral"]
+    config = {"target_modules": ["w1", "gate_proj"]}
+    directory = write_peft_adapter(tmp_path / "a", card, rank=4, targets=["gate_proj"], config=config)
+    change_tensors(directory, lambda t: with_pair(t, "model.layers.0.block_sparse_moe.experts.1.w1", out_dim=48))
+    message = refusal(directory, card=card)
+    assert "a second pair" in message
+    assert "experts.1.w1" in message
+
+
+def test_a_rank_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    directory = write_peft_adapter(tmp_path / "a", CARD, rank=16)
+    assert "found 16; wanted at most 8" in refusal(directory, max_rank=8)
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
+def test_a_truncated_tensor_file_is_refused(adapter: Path, keep: int) -> None:
+    data = (adapter / TENSORS_FILE).read_bytes()
+    (adapter / TENSORS_FILE).write_bytes(data[:keep])
+    assert TENSORS_FILE in refusal(adapter)
+
+
+def test_the_truncated_tensor_is_named(adapter: Path) -> None:
+    data = (adapter / TENSORS_FILE).read_bytes()
+    (adapter / TENSORS_FILE).write_bytes(data[:-1])
+    message = refusal(adapter)
+    assert "layers.1.self_attn.q_proj.lora_B.weight" in message
+    assert "truncated" in message
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "pytorch_model.PTH"])
+def test_a_pickle_is_refused_by_name_and_never_opened(adapter: Path, name: str) -> None:
+    (adapter / TENSORS_FILE).rename(adapter / name)
+    message = refusal(adapter)
+    assert name in message
+    assert "pickle" in message
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        (b"[]", ["header"]),
+        (b"{\xff}", ["header"]),
+        (b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ["tensor x bytes", "8 bytes"]),
+        (b'{"x": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', ["tensor x shape"]),
+        (b'{"x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}', ["tensor x dtype", "I64", "F32"]),
+        (b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}}', ["tensor x bytes"]),
+        (
+            b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+            b' "y": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}}',
+            ["tensor y bytes"],
+        ),
+    ],
+)
+def test_a_header_that_lies_is_refused(adapter: Path, header: bytes, names: list[str]) -> None:
+    (adapter / TENSORS_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    message = refusal(adapter)
+    for name in [TENSORS_FILE, *names]:
+        assert name in message
+
+
+def test_a_header_longer_than_the_file_is_refused(adapter: Path) -> None:
+    (adapter / TENSORS_FILE).write_bytes((1 << 40).to_bytes(8, "little") + bytes(64))
+    assert f"{1 << 40} in a file of 72 bytes" in refusal(adapter)
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"[1]", b"\xff"])
+def test_a_configuration_that_is_no_json_object_is_refused(adapter: Path, content: bytes) -> None:
+    (adapter / CONFIG_FILE).write_bytes(content)
+    assert CONFIG_FILE in refusal(adapter)
+
+
+def test_a_missing_file_is_named(adapter: Path) -> None:
+    (adapter / CONFIG_FILE).unlink()
+    assert CONFIG_FILE in refusal(adapter)
+    (adapter / TENSORS_FILE).rename(adapter / "weights.safetensors")
+    (adapter / CONFIG_FILE).write_bytes(msgspec.json.encode({"peft_type": "LORA"}))
+    assert TENSORS_FILE in refusal(adapter)
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterInvalid, match="no such directory"):
+        ingest(tmp_path / "absent", CARD, tmp_path / "out")
+
+
+def test_narrowing_to_a_wider_or_unknown_type_is_refused(adapter: Path) -> None:
+    assert "F64" in refusal(adapter, narrow="F64")
+    change_tensors(adapter, lambda t: t.update({n: v.astype(np.float16) for n, v in t.items()}))
+    assert "BF16 for a file of F16" in refusal(adapter, narrow="BF16")
+
+
+def test_narrowing_that_overflows_is_refused(adapter: Path) -> None:
+    change_tensors(adapter, poke(A, 1e6))
+    message = refusal(adapter, narrow="F16")
+    assert A in message
+    assert "65504" in message
