@@ -128,7 +128,8 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    part.touch(mode=0o600, exist_ok=False)
+    with part.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,28 @@
+"""`infinilora`: one command for the whole system."""
+
+import typer
+
+from infinilora.cli import adapter_commands, model_commands
+from infinilora.cli.chat_command import chat
+from infinilora.cli.status_command import status
+from infinilora.cli.up import up
+
+app = typer.Typer(
+    name="infinilora",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Serve thousands of LoRA adapters over a few shared base models.",
+)
+app.command()(up)
+app.command()(chat)
+app.command()(status)
+app.add_typer(adapter_commands.app, name="adapter")
+app.add_typer(model_commands.app, name="model")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

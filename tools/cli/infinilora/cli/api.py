@@ -1,0 +1,148 @@
+"""The HTTP API as the commands use it: blocking, and every failure is one of our errors with words to act on."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from typing_extensions import override
+
+from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, Unavailable, WireError, from_wire
+
+CONNECT_S = 5.0
+INGEST_S = 600.0
+"""A large adapter is read, checked and packed before the upload is answered."""
+UPLOADED = ("adapter_config.json", "adapter_model.safetensors")
+
+Json = dict[str, Any]
+OnBytes = Callable[[int], None]
+"""Called with how many more bytes have been sent."""
+
+
+class Api:
+    """A gateway, or a coordinator, at one base URL."""
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(60.0, connect=CONNECT_S)
+        # Our services are addressed directly: a proxy of the environment is for other hosts.
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> Json:
+        with self._errors():
+            return _body(self._http.get(path))
+
+    def delete(self, path: str) -> Json:
+        with self._errors():
+            return _body(self._http.delete(path))
+
+    def models(self) -> list[Json]:
+        models: list[Json] = self.get("/v1/models")["data"]
+        return models
+
+    def base_models(self) -> list[str]:
+        """Served names of base models: those without a parent."""
+        return [model["id"] for model in self.models() if not model.get("parent")]
+
+    def adapters(self) -> list[Json]:
+        adapters: list[Json] = self.get("/v1/adapters")["data"]
+        return adapters
+
+    def push(self, name: str, directory: Path, *, replace: bool, on_bytes: OnBytes) -> Json:
+        """Upload a PEFT directory as `name`; returns the adapter's record once it can be served."""
+        with ExitStack() as open_files, self._errors():
+            files = [
+                ("files", (path.name, open_files.enter_context(_Counted(path, on_bytes)), "application/octet-stream"))
+                for path in adapter_files(directory)
+            ]
+            form = {"name": name, "replace": "true" if replace else "false"}
+            timeout = httpx.Timeout(INGEST_S, connect=CONNECT_S)
+            return _body(self._http.post("/v1/adapters", data=form, files=files, timeout=timeout))
+
+    def chat(self, model: str, messages: list[Json], **sampling: Any) -> Iterator[str]:
+        """Stream an answer's text, piece by piece."""
+        body = {"model": model, "messages": messages, "stream": True, **sampling}
+        with self._errors(), self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise _error(answer)
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield _piece(json.loads(line.removeprefix("data: ")))
+        raise Unavailable("the stream ended before the answer did")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise Unavailable(f"nothing answers at {self.url}; start it with `infinilora up`, or give --url") from error
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{self.url}: {str(error) or type(error).__name__}") from error
+
+
+def adapter_files(directory: Path) -> list[Path]:
+    """What is uploaded of a PEFT directory. Raises InvalidRequest when it is none."""
+    if not directory.is_dir():
+        raise InvalidRequest(f"{directory} is not a directory; wanted one with {' and '.join(UPLOADED)}")
+    # All weight files are sent, also those that the server refuses by name (pickles): its words are the better ones.
+    found = sorted(p for p in directory.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".pt"))
+    if "adapter_config.json" not in {path.name for path in found}:
+        raise InvalidRequest(f"{directory} has no adapter_config.json: is it the directory that PEFT saved?")
+    return found
+
+
+class _Counted(io.FileIO):
+    """A file that tells how much of it has been read."""
+
+    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
+        super().__init__(path, "rb")
+        self._on_bytes = on_bytes
+
+    @override
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(-1 if size is None else size) or b""
+        self._on_bytes(len(data))
+        return data
+
+
+def _body(answer: httpx.Response) -> Json:
+    if not answer.is_success:
+        raise _error(answer)
+    body = answer.json()
+    if not isinstance(body, dict):
+        raise Internal(f"{answer.url}: wanted a JSON object, found {type(body).__name__}")
+    return body
+
+
+def _piece(event: Json) -> str:
+    if "error" in event:
+        raise _of(event["error"], status=0)
+    choices = event.get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""
+
+
+def _error(answer: httpx.Response) -> InfiniLoraError:
+    try:
+        return _of(answer.json()["error"], answer.status_code)
+    except (ValueError, KeyError, TypeError):
+        return Internal(f"{answer.url}: HTTP {answer.status_code}: {answer.text[:300]}")
+
+
+def _of(error: Json, status: int) -> InfiniLoraError:
+    return from_wire(WireError(code=str(error.get("code") or status), message=str(error.get("message"))))

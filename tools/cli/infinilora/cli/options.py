@@ -1,0 +1,19 @@
+"""Options that several commands share. Each is also read from the environment."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+VarDir = Annotated[
+    Path,
+    typer.Option("--var-dir", envvar="INFINILORA_VAR_DIR", help="Where models, data, logs and secrets are kept."),
+]
+Url = Annotated[
+    str,
+    typer.Option("--url", envvar="INFINILORA_URL", help="The gateway. Default: the system of --var-dir, or port 8000."),
+]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="INFINILORA_API_KEY", help="If the gateway asks for one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs.")]

@@ -1,0 +1,117 @@
+"""The four services as programs of a local system: their arguments are settings in the environment.
+
+What each setting means is said in the `settings.py` of its service.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from infinilora.cli.child import Probe, Program
+from infinilora.cli.ports import HOST
+from infinilora.cli.servers import answers
+from infinilora.cli.settings import child_env
+
+MODEL_READY_S = 300.0
+"""A large model takes its time to be read from a disk."""
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the services of one local system are told. `shared` holds addresses and secrets, for all of them."""
+
+    model: Path
+    served_name: str
+    lora: str
+    threads: int
+    link_dir: Path
+    var_dir: Path
+    gateway_port: int
+    coordinator_port: int
+    engine_port: int
+    lora_server_port: int
+    shared: Mapping[str, str] = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.gateway_port}"
+
+    @property
+    def coordinator_url(self) -> str:
+        return f"http://{HOST}:{self.coordinator_port}"
+
+
+def services(plan: Plan) -> list[Program]:
+    """The programs, in the order in which they start; the last is the first to stop."""
+    programs = [coordinator(plan), engine(plan), gateway(plan)]
+    if plan.lora == "remote":
+        programs.insert(2, lora_server(plan))
+    return programs
+
+
+def coordinator(plan: Plan) -> Program:
+    settings = {"LISTEN": f"{HOST}:{plan.coordinator_port}"}
+    return _program(plan, "coordinator", settings, answers(f"{plan.coordinator_url}/readyz"), READY_S)
+
+
+def engine(plan: Plan) -> Program:
+    settings = {
+        "ENGINE_ID": "engine-0",
+        "LISTEN": f"{HOST}:{plan.engine_port}",
+        "MODEL": str(plan.model),
+        "SERVED_NAME": plan.served_name,
+        "LORA": plan.lora,
+        "THREADS": str(plan.threads),
+        "LINK_DIR": str(plan.link_dir),
+    }
+    return _program(plan, "engine", settings, _member(plan, "engine"), MODEL_READY_S)
+
+
+def lora_server(plan: Plan) -> Program:
+    settings = {
+        "GROUP": "lora-0",
+        "LISTEN": f"{HOST}:{plan.lora_server_port}",
+        "BASE": plan.served_name,
+        "THREADS": str(plan.threads),
+        "LINK_DIR": str(plan.link_dir),
+    }
+    return _program(plan, "lora-server", settings, _member(plan, "lora-server"), MODEL_READY_S)
+
+
+def gateway(plan: Plan) -> Program:
+    settings = {"HTTP_HOST": HOST, "HTTP_PORT": str(plan.gateway_port)}
+    return _program(plan, "gateway", settings, answers(f"{plan.url}/readyz"), READY_S)
+
+
+def _program(plan: Plan, name: str, settings: dict[str, str], probe: Probe, ready_within_s: float) -> Program:
+    own = {f"INFINILORA_{key}": value for key, value in settings.items()}
+    return Program(
+        name=name,
+        argv=(sys.executable, "-m", f"infinilora.{name.replace('-', '_')}"),
+        env=child_env(**{"INFINILORA_VAR_DIR": str(plan.var_dir), **own, **plan.shared}),
+        is_ready=probe,
+        ready_within_s=ready_within_s,
+    )
+
+
+def _member(plan: Plan, kind: str) -> Probe:
+    """A probe: does the coordinator know a ready process of this kind?"""
+
+    async def probe() -> bool:
+        try:
+            async with httpx.AsyncClient(timeout=2, trust_env=False) as http:
+                answer = await http.get(f"{plan.coordinator_url}/v1/fleet")
+                return answer.is_success and any(_is_ready(member, kind) for member in answer.json()["members"])
+        except (httpx.HTTPError, ValueError):
+            return False
+
+    return probe
+
+
+def _is_ready(member: dict[str, Any], kind: str) -> bool:
+    return (member["kind"], member["state"], member["health"]) == (kind, "ready", "alive")

@@ -1,0 +1,190 @@
+"""A whole local system as a value: real servers and the four services, started, watched and stopped together.
+
+    stack = Stack(Path(".var"), model="smollm2-135m", port=8000)
+    await stack.start()
+    ...  stack.url, stack.coordinator_url, stack.pids(), stack.kill("engine"), await stack.outage("nats", for_s=10)
+    await stack.stop()
+
+Used by `infinilora up`, by tests and by benchmarks. Says nothing on a terminal: `on_event` hears what happens.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from infinilora.cli import servers
+from infinilora.cli.child import Child, Program
+from infinilora.cli.home import Home, Running
+from infinilora.cli.models import find_model
+from infinilora.cli.ports import kept_ports, want
+from infinilora.cli.services import Plan, services
+from infinilora.protocol.errors import InvalidRequest
+
+OnEvent = Callable[[str, str], None]
+"""Called with a program's name and what happened to it: "ready", a death, a forced stop."""
+
+
+def _unheard(name: str, event: str) -> None:
+    """Nobody listens."""
+
+
+class Urls(NamedTuple):
+    """Servers of one's own; empty: one is started here."""
+
+    nats: str = ""
+    redis: str = ""
+    store: str = ""
+
+
+class Stack:
+    """One local system. Between `start` and `stop` every program runs, or is about to run again."""
+
+    def __init__(  # noqa: PLR0913 - each is an option of `infinilora up`
+        self,
+        var_dir: Path,
+        *,
+        model: str,
+        served_name: str = "",
+        port: int = 0,
+        lora: str = "remote",
+        threads: int | None = None,
+        urls: Urls | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        on_event: OnEvent = _unheard,
+    ) -> None:
+        if lora not in ("remote", "local"):
+            raise InvalidRequest(f"lora is {lora!r}; wanted 'remote' or 'local'", param="lora")
+        self.home = Home(var_dir)
+        self.model = find_model(model, self.home.directory)
+        self.served_name = served_name or self.model.name
+        self._port = port
+        self._lora = lora
+        self._threads = threads or os.cpu_count() or 1
+        self._urls = (urls or Urls())._asdict()
+        self._extra_env = dict(extra_env or {})
+        self._on_event = on_event
+        self._children: dict[str, Child] = {}
+        self._plan: Plan | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the gateway: the OpenAI API is below `/v1`."""
+        return self._started().url
+
+    @property
+    def coordinator_url(self) -> str:
+        return self._started().coordinator_url
+
+    def names(self) -> tuple[str, ...]:
+        """The programs of this system, in the order in which they start."""
+        return tuple(self._children)
+
+    def pids(self) -> dict[str, int | None]:
+        """The process of each program; None in the pause after a death."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    def pid(self, name: str) -> int | None:
+        return self._child(name).pid
+
+    def log(self, name: str) -> Path:
+        return self._child(name).log
+
+    async def start(self) -> None:
+        """Return when the system serves. On failure nothing is left running, and the error says why."""
+        self.home.lock()
+        try:
+            port = want(self._port)
+            shared = await self._start_servers()
+            self._plan = self._plan_services(port, shared)
+            await self._run(services(self._plan))
+            pids = {name: pid for name, pid in self.pids().items() if pid}
+            self.home.say_running(
+                Running(pid=os.getpid(), url=self.url, coordinator_url=self.coordinator_url, pids=pids)
+            )
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop all: the gateway first, so that streams may finish, the servers last. Harmless when repeated."""
+        try:
+            for name in reversed(self.names()):
+                if name in self._urls:
+                    break
+                await self._children[name].stop()
+            await asyncio.gather(*(child.stop() for child in self._children.values()))
+        finally:
+            self._children.clear()
+            self._plan = None
+            self.home.unlock()
+
+    def kill(self, name: str) -> None:
+        """Kill -9; the supervisor starts the program again."""
+        self._child(name).kill()
+
+    async def outage(self, name: str, *, for_s: float) -> None:
+        """Kill -9 a program, keep it away, and return once it is back and ready."""
+        await self._child(name).outage(for_s)
+
+    async def until_ready(self, name: str) -> None:
+        await self._child(name).until_ready()
+
+    async def _start_servers(self) -> dict[str, str]:
+        """Start those servers for which no URL was given. Returns addresses and secrets as settings."""
+        urls, credentials, programs = dict(self._urls), dict[str, str](), list[Program]()
+        for name, make in (("nats", servers.nats), ("redis", servers.redis)):
+            if not urls[name]:
+                program, urls[name] = make(self.home)
+                programs.append(program)
+        if not urls["store"]:
+            program, urls["store"], credentials = servers.store(self.home)
+            programs.append(program)
+        await self._run(programs)
+        addresses = {f"INFINILORA_{name.upper()}_URL": url for name, url in urls.items()}
+        return {"INFINILORA_RPC_TOKEN": self.home.secrets().rpc_token, **addresses, **credentials}
+
+    def _plan_services(self, gateway_port: int, shared: dict[str, str]) -> Plan:
+        coordinator, engine, lora_server = kept_ports(self.home.ports_file, "services", 3)
+        return Plan(
+            model=self.model,
+            served_name=self.served_name,
+            lora=self._lora,
+            threads=self._threads,
+            link_dir=self.home.link_dir,
+            var_dir=self.home.directory,
+            gateway_port=gateway_port,
+            coordinator_port=coordinator,
+            engine_port=engine,
+            lora_server_port=lora_server,
+            shared={**shared, **self._extra_env},
+        )
+
+    async def _run(self, programs: list[Program]) -> None:
+        """Start programs together and wait until each is ready. Raises what the first failure says."""
+        children = [Child(p, self.home.new_log(p.name), self._on_event) for p in programs]
+        for child in children:
+            self._children[child.program.name] = child
+            child.start()
+        waiting = [self._ready(child) for child in children]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in waiting:
+                    tasks.create_task(one)
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _ready(self, child: Child) -> None:
+        await child.until_ready()
+        self._on_event(child.program.name, "ready")
+
+    def _child(self, name: str) -> Child:
+        if name not in self._children:
+            raise InvalidRequest(f"no program {name!r} here; wanted one of {', '.join(self._children) or '(none)'}")
+        return self._children[name]
+
+    def _started(self) -> Plan:
+        if self._plan is None:
+            raise InvalidRequest("the system is not started")
+        return self._plan

@@ -1,0 +1,145 @@
+"""`infinilora up`: everything on this machine, from nothing to a URL, until Ctrl-C."""
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinilora.cli import demo, models
+from infinilora.cli.api import Api
+from infinilora.cli.model_commands import prepared
+from infinilora.cli.options import VarDir
+from infinilora.cli.stack import Stack, Urls
+from infinilora.cli.terminal import err, errors, out
+
+Model = Annotated[str, typer.Option("--model", help=f"{', '.join(models.DEMO_MODELS)}, or a Hugging Face directory.")]
+Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP API; 0: any that is free.")]
+Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: inside the engine.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for an engine's step; 0: all.")]
+Nats = Annotated[str, typer.Option("--nats", help="A NATS server of yours: nats://user:password@host:port.")]
+Redis = Annotated[str, typer.Option("--redis", help="A Redis server of yours: redis://:password@host:port/0.")]
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        help="A store of yours: s3://bucket?endpoint=http://host:port (keys: INFINILORA_S3_ACCESS_KEY and "
+        "INFINILORA_S3_SECRET_KEY), or file:///directory.",
+    ),
+]
+
+NAMES = {"store": "object store", "nats": "NATS", "redis": "Redis"}
+
+
+def up(  # noqa: PLR0913 - each is an option
+    *,
+    model: Model = "smollm2-135m",
+    served_name: Served = "",
+    port: Port = 8000,
+    lora: Lora = "remote",
+    threads: Threads = 0,
+    nats: Nats = "",
+    redis: Redis = "",
+    store: Store = "",
+    var_dir: VarDir = Path(".var"),
+) -> None:
+    """Start NATS, Redis, S3 and the four services here, serve a model, and stop all of it on Ctrl-C."""
+    started = time.perf_counter()
+
+    def on_event(name: str, event: str) -> None:
+        stamp = f"[dim]{time.perf_counter() - started:6.1f} s[/dim]"
+        color = "green" if event == "ready" else "yellow"
+        err.print(f"{stamp}  {NAMES.get(name, name):13} [{color}]{event}[/{color}]")
+
+    with errors():
+        if model in models.DEMO_MODELS:
+            prepared(model, var_dir)
+        stack = Stack(
+            var_dir,
+            model=model,
+            served_name=served_name,
+            port=port,
+            lora=lora,
+            threads=threads or None,
+            urls=Urls(nats, redis, store),
+            on_event=on_event,
+        )
+        asyncio.run(_live(stack))
+    err.print("stopped")
+
+
+async def _live(stack: Stack) -> None:
+    """Run the system until a signal. The second signal kills what the first one did not stop."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(_serve(stack))
+
+        def on_signal() -> None:
+            if serving.cancelling():
+                for name in stack.names():
+                    stack.kill(name)
+            else:
+                err.print("\nstopping; once more to kill")
+                serving.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        serving.add_done_callback(lambda _: _forget_signals(loop))
+
+
+def _forget_signals(loop: asyncio.AbstractEventLoop) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.remove_signal_handler(number)
+
+
+async def _serve(stack: Stack) -> None:
+    try:
+        await stack.start()
+        await asyncio.to_thread(_register_demo, stack)
+        out.print(welcome(stack.url, stack.served_name))
+        await asyncio.Event().wait()
+    finally:
+        await stack.stop()
+
+
+def _register_demo(stack: Stack) -> None:
+    with Api(stack.url) as api:
+        demo.register(api, stack.served_name, stack.home.directory / "demo.json")
+
+
+def welcome(url: str, model: str) -> str:
+    """What a newcomer sees when all is ready: the URL, the adapters, three commands to try."""
+    adapters = demo.adapters_of(model)
+    listed = [f"{a.name:9} {a.manner}" for a in adapters] or ["none yet: infinilora adapter push DIR --name NAME"]
+    first = adapters[0] if adapters else None
+    name, prompt = (first.name, first.prompt) if first else (model, "Who are you?")
+    last = adapters[-1] if adapters else None
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": prompt}], "max_tokens": 64})
+    elsewhere = "" if url.endswith(":8000") else f" --url {url}"
+    return "\n".join(
+        [
+            "",
+            f"  InfiniLoRA is serving [bold]{model}[/bold] at [bold]{url}[/bold]",
+            "",
+            *(f"  {'adapters' if i == 0 else '':10} {line}" for i, line in enumerate(listed)),
+            "",
+            "  Try, in another terminal:",
+            "",
+            f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\",
+            f"    -d '{body}'",
+            "",
+            "  python -c 'from openai import OpenAI",
+            f'client = OpenAI(base_url="{url}/v1", api_key="none")',
+            f'answer = client.chat.completions.create(model="{name}", max_tokens=64,',
+            f'    messages=[{{"role": "user", "content": "{prompt}"}}])',
+            "print(answer.choices[0].message.content)'",
+            "",
+            f"  infinilora chat --model {last.name if last else model}{elsewhere}",
+            "",
+            "  Ctrl-C stops everything.",
+        ]
+    )
