@@ -204,6 +204,8 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     num_bytes: int
     max_rank: int
+    num_tensors: int = 0
+    """A and B matrices matched to the base model, each expert's counted."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """How a request's `model` names a base model or one version of an adapter. Pure: knows no registry.
 
-    base:NAME                      a base model, by served name or alias
-    NAME                           a base model of this name, else the caller's adapter, current version
-    NAME@vN, NAME@sha256:...       one version of the caller's adapter
-    TENANT/NAME..., as above       the same, said in full
+base:NAME                      a base model, by served name or alias
+NAME                           a base model of this name, else the caller's adapter, current version
+NAME@vN, NAME@sha256:...       one version of the caller's adapter
+TENANT/NAME..., as above       the same, said in full
 """
 
 import re

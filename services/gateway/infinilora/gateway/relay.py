@@ -8,7 +8,7 @@ only, so the continuation is the one the lost engine would have made.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -57,12 +57,13 @@ class Job:
 
 
 class Relay:
-    """Runs jobs on a fleet. Holds nothing between them."""
+    """Runs jobs on a fleet. Holds nothing between them. `on_retry` hears of each move to another engine."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, on_retry: Callable[[], None] = lambda: None) -> None:
         self._fleet = fleet
+        self._on_retry = on_retry
 
-    async def run(self, job: Job) -> AsyncIterator[GenerateEvent]:
+    async def run(self, job: Job) -> AsyncGenerator[GenerateEvent, None]:
         """The engine's events as if one engine had made them all; close it early to cancel.
 
         Raises an InfiniLoraError when no engine can begin it within its patience, or go on with it.
@@ -80,8 +81,9 @@ class Relay:
             except InfiniLoraError as error:
                 progress.note_failure(engine, error)
                 self._fleet.note_failure(engine, error)
+                self._on_retry()
 
-    async def _attempt(self, engine: Engine, progress: "_Progress") -> AsyncIterator[GenerateEvent]:
+    async def _attempt(self, engine: Engine, progress: "_Progress") -> AsyncGenerator[GenerateEvent, None]:
         """Events of one engine that the client has not had yet; produced tokens are noted."""
         job = progress.job
         if progress.is_complete:  # lost after its last token and before its end
@@ -172,10 +174,7 @@ class _Progress:
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that a client is told of, of those that sequences run together have raised."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
+    found = [first_error(e) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]
     ours = [e for e in found if isinstance(e, InfiniLoraError)]
     plain = [e for e in found if not isinstance(e, asyncio.CancelledError)]
     return (ours or plain or [Internal("cancelled")])[0]
-

@@ -122,13 +122,11 @@ def read_body(kind: type[B], raw: bytes) -> B:
 def _refuse_adapter_fields(kind: type[Body], fields: dict[str, Any]) -> None:
     for name in fields:
         if _ADAPTER_LOOKING.search(name) and name not in kind.__struct_fields__:
-            raise InvalidRequest(
-                f"field '{name[:80]}' is not supported; name the adapter in 'model'", param=name[:80]
-            )
+            raise InvalidRequest(f"field '{name[:80]}' is not supported; name the adapter in 'model'", param=name[:80])
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """msgspec's words, with the field they speak of as `param`."""
+    """The decoder's words, with the field they speak of as `param`."""
     if missing := _MISSING.search(message):
         return InvalidRequest(f"field '{missing['name']}' is missing", param=missing["name"])
     path = _PATH.search(message)
@@ -178,8 +176,10 @@ def stop_strings(body: Body) -> tuple[str, ...]:
 
 
 def sampling(body: Body, *, max_tokens: int, vocab_size: int, logprobs: int, prompt_logprobs: int) -> Sampling:
-    """The engine's sampling parameters for choice 0. A request without a seed gets one, so that it can be
-    continued exactly on another engine."""
+    """The engine's sampling parameters for choice 0.
+
+    A request without a seed gets one, so that it can be continued exactly on another engine.
+    """
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+
 def _byte_alphabet() -> dict[str, int]:
     """The 256 printable characters that byte-level vocabularies use for bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -43,7 +44,7 @@ class TokenTable:
         return found
 
     def label(self, token_id: int) -> str:
-        """The token as `logprobs` shows it; a part of a character is written `bytes:\\xe2\\x80`."""
+        """The token as `logprobs` shows it; a part of a character is written `bytes:` and its bytes in hex."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()

@@ -1,0 +1,116 @@
+"""The gateway process: `python -m infinilora.gateway`."""
+
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from typing_extensions import override
+
+from infinilora.gateway.settings import Settings
+from infinilora.gateway.wiring import Connections, build, scratch_directory
+from infinilora.protocol.control import Beat
+from infinilora.protocol.errors import Unavailable
+from infinilora.runtime import log, telemetry
+from infinilora.runtime.blobs import open_blobs
+from infinilora.runtime.bus import NatsBus
+from infinilora.runtime.members import Heart, Members
+from infinilora.runtime.rpc import Channels
+from infinilora.runtime.service import Service, run
+from infinilora.runtime.settings import read
+from infinilora.runtime.store import RedisStore
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(service: Service, settings: Settings) -> None:
+    """Run until asked to stop, then let running answers finish."""
+    blobs = open_blobs(
+        settings.store_url,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key.get_secret_value(),
+    )
+    tracing = telemetry.setup(
+        "gateway",
+        settings.otlp_endpoint,
+        process_id=settings.gateway_id,
+        ratio=settings.trace_ratio,
+        delay_ms=settings.trace_delay_ms,
+    )
+    shutil.rmtree(scratch_directory(settings), ignore_errors=True)
+    beat_s = settings.beat_ms / 1000
+    token = settings.rpc_token.get_secret_value()
+    with _listen(settings.listen) as listener:
+        address = settings.advertise or "{}:{}".format(*listener.getsockname()[:2])
+        async with (
+            NatsBus(settings.nats_url, name=settings.gateway_id) as bus,
+            RedisStore(settings.redis_url) as store,
+            Members(bus, kinds=("engine", "lora-server"), interval_s=beat_s) as members,
+            Channels(token=token) as channels,
+        ):
+            gateway = build(settings, Connections(bus, store, blobs, members, channels, tracing))
+            for number, task in enumerate(gateway.background):
+                service.spawn(task(), f"background {number}")
+            heart = Heart(
+                settings.nats_url,
+                lambda: _beat(service, settings.gateway_id, address),
+                interval_s=beat_s,
+            )
+            service.spawn(heart.run(), "heart")
+            server = _Server(
+                uvicorn.Config(
+                    gateway.app,
+                    log_config=None,
+                    access_log=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=int(settings.drain_s),
+                )
+            )
+            web = service.spawn(server.serve([listener]), "http")
+            service.ready()
+            logger.info("serving", extra={"url": f"http://{address}"})
+            await service.draining.wait()
+            heart.beat_now()
+            server.should_exit = True
+            await web
+    tracing.shutdown()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: signals are the service's."""
+
+    @contextmanager
+    @override
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), backlog=2048)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {address}: {error}") from None
+
+
+def _beat(service: Service, gateway_id: str, address: str) -> Beat:
+    return Beat(
+        kind="gateway",
+        id=gateway_id,
+        incarnation=service.incarnation,
+        seq=0,
+        state=service.state,
+        address=address,
+    )
+
+
+def main() -> None:
+    settings = read(Settings)
+    log.setup("gateway", settings.log_level, process_id=settings.gateway_id)
+    run("gateway", lambda service: serve(service, settings), drain_s=settings.drain_s)
+
+
+if __name__ == "__main__":
+    main()

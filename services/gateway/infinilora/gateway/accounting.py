@@ -1,0 +1,92 @@
+"""What a request leaves behind: heat for the coordinator, a usage event for whoever bills, metrics.
+
+Heat is gathered for a second and may be lost; usage events are kept until the broker has them.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from datetime import UTC, datetime
+
+from infinilora.gateway.answer import Answer
+from infinilora.gateway.plan import Target
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.control import UsageEvent
+from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.ids import Digest
+from infinilora.runtime.bus import Bus
+from infinilora.runtime.metrics import GatewayMetrics
+from infinilora.runtime.store import Store
+
+logger = logging.getLogger(__name__)
+
+HEAT_FLUSH_S = 1.0
+MAX_LABELS = 20
+
+
+class Accounting:
+    """Writes for all requests of this process."""
+
+    def __init__(self, store: Store, bus: Bus, metrics: GatewayMetrics, *, half_life_s: int) -> None:
+        self._store = store
+        self._bus = bus
+        self._metrics = metrics
+        self._half_life_s = half_life_s
+        self._heat: Counter[Digest] = Counter()
+        self._labels: list[str] = []  # adapters with a metric label of their own: the first to be asked for
+
+    def admitted(self, target: Target) -> None:
+        """A request was let in. Counted once, whatever its number of choices."""
+        if target.digest is None:
+            return
+        self._heat[target.digest] += 1
+        if len(self._labels) < MAX_LABELS and target.full_name not in self._labels:
+            self._labels.append(target.full_name)
+            self._metrics.adapters.set(self._labels)
+
+    async def write_heat(self) -> None:
+        """Add what has gathered, once a second. Runs for ever."""
+        while True:
+            await asyncio.sleep(HEAT_FLUSH_S)
+            await self.flush_heat()
+
+    async def flush_heat(self) -> None:
+        gathered, self._heat = self._heat, Counter()
+        now, key = datetime.now(UTC).timestamp(), keys.heat(self._half_life_s)
+        try:
+            for digest, count in gathered.items():
+                await self._store.add_heat(key, digest, self._half_life_s, float(count), now)
+        except Unavailable:
+            logger.debug("heat lost", extra={"adapters": len(gathered)})
+
+    async def ended(self, answer: Answer, *, route: str, tenant: str, started_s: float, ended_s: float) -> None:
+        """A request is over, however it ended."""
+        self._observe(answer, route, started_s, ended_s)
+        plan, totals = answer.plan, answer.totals
+        event = UsageEvent(
+            request_id=plan.request_id,
+            tenant=tenant,
+            model=plan.target.requested,
+            digest=plan.target.digest,
+            prompt_tokens=totals.prompt_tokens,
+            completion_tokens=totals.completion_tokens,
+            finish_reason=",".join(sorted(set(totals.reasons))) if answer.is_complete else "abort",
+        )
+        try:
+            await self._bus.durable_publish(subjects.USAGE, event)
+        except Unavailable:
+            logger.error("usage event lost", extra={"request_id": plan.request_id})  # noqa: TRY400 - no traceback
+
+    def _observe(self, answer: Answer, route: str, started_s: float, ended_s: float) -> None:
+        target, paces = answer.plan.target, [pace for pace in answer.totals.paces if pace.num_tokens]
+        adapter = self._metrics.adapters.label(target.full_name if target.digest else None)
+        self._metrics.duration.labels(route=route, adapter=adapter).observe(ended_s - started_s)
+        self._metrics.tokens.labels(direction="in", adapter=adapter).inc(answer.totals.prompt_tokens)
+        self._metrics.tokens.labels(direction="out", adapter=adapter).inc(answer.totals.completion_tokens)
+        if paces:
+            first_s = min(pace.first_s for pace in paces)
+            self._metrics.ttft.labels(route=route, adapter=adapter).observe(first_s - started_s)
+        for pace in paces:
+            if pace.num_tokens > 1:
+                tpot_s = (pace.last_s - pace.first_s) / (pace.num_tokens - 1)
+                self._metrics.tpot.labels(route=route, adapter=adapter).observe(tpot_s)

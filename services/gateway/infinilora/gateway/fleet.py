@@ -1,0 +1,136 @@
+"""The engines as this gateway sees them, and its calls to them.
+
+The view is made of heartbeats and of what the gateway itself has in flight; the choice is `scores.pick`'s.
+Nothing is decided here but that an engine which has just failed rests for a moment.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from contextlib import aclosing
+from typing import NamedTuple
+
+from infinilora.gateway import scores
+from infinilora.gateway.scores import EngineView
+from infinilora.protocol.control import EngineLoad, GroupLoad
+from infinilora.protocol.errors import InfiniLoraError, Unavailable
+from infinilora.protocol.generate_pb2 import DESCRIPTOR, GenerateEvent, GenerateRequest
+from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.runtime.membership import Member, of_kind
+from infinilora.runtime.rpc import Channels
+
+ENGINE_SERVICE = DESCRIPTOR.services_by_name["Engine"]
+REST_S = 1.0
+"""How long an engine that was found unreachable is taken only as the last resort."""
+
+
+class Engine(NamedTuple):
+    """One life of an engine process."""
+
+    key: str
+    id: str
+    address: str
+
+
+class Fleet:
+    """Engines by heartbeat. `members` gives all members known now; `note_change` is called when they change."""
+
+    def __init__(self, members: Callable[[], Iterable[Member]], channels: Channels) -> None:
+        self._members = members
+        self._channels = channels
+        self._in_flight: dict[str, int] = {}
+        self._rests_until: dict[str, float] = {}
+        self._known: dict[str, Fingerprint] = {}
+        self._change = asyncio.Event()
+
+    # What is served
+
+    def served(self) -> dict[str, Fingerprint]:
+        """Base models by served name for which an engine is alive."""
+        served = {m.beat.model: m.beat.base for m in self._engines() if m.beat.base and m.beat.model}
+        self._known |= served
+        return served
+
+    def known(self) -> dict[str, Fingerprint]:
+        """Base models served now or at any time since this process began."""
+        self.served()
+        return self._known
+
+    def resident(self) -> frozenset[Digest]:
+        """Adapters that some LoRA server holds, or that some engine has a lease on."""
+        loads = [member.beat.load for member in self._members() if member.health != "dead"]
+        held = [load.resident for load in loads if isinstance(load, GroupLoad)]
+        leased = [load.digests for load in loads if isinstance(load, EngineLoad)]
+        return frozenset(digest for digests in (*held, *leased) for digest in digests)
+
+    # Which engine
+
+    def pick(self, base: Fingerprint, digest: Digest | None, avoid: Collection[str]) -> Engine | None:
+        engines = {_key(member): member for member in self._engines()}
+        chosen = scores.pick([self._view(m) for m in engines.values()], base, digest, avoid)
+        if chosen is None:
+            return None
+        beat = engines[chosen.key].beat
+        return Engine(chosen.key, beat.id, beat.address)
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Wait for a change among the members; False when none came in time."""
+        self._change.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def note_change(self) -> None:
+        self.served()
+        self._change.set()
+
+    def note_failure(self, engine: Engine, error: InfiniLoraError) -> None:
+        if isinstance(error, Unavailable):
+            self._rests_until[engine.key] = time.monotonic() + REST_S
+
+    def in_flight(self) -> int:
+        return sum(self._in_flight.values())
+
+    # Calls
+
+    async def generate(
+        self, engine: Engine, request: GenerateRequest, deadline: float
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """One engine's events for one sequence; closing it cancels the sequence there."""
+        client = self._channels.client(ENGINE_SERVICE, engine.address)
+        self._in_flight[engine.key] = self._in_flight.get(engine.key, 0) + 1
+        try:
+            timeout_s = max(0.001, deadline - time.monotonic())
+            async with aclosing(client.stream("Generate", request, timeout_s=timeout_s)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._in_flight[engine.key] -= 1
+            if not self._in_flight[engine.key]:
+                del self._in_flight[engine.key]
+
+    def _engines(self) -> list[Member]:
+        return of_kind(self._members(), "engine")
+
+    def _view(self, member: Member) -> EngineView:
+        key, load = _key(member), member.beat.load
+        engine_load = load if isinstance(load, EngineLoad) else EngineLoad()
+        total = engine_load.kv_blocks_total
+        return EngineView(
+            key=key,
+            base=member.beat.base or Fingerprint(""),
+            is_draining=member.beat.state == "draining",
+            is_suspect=member.health == "suspect" or time.monotonic() < self._rests_until.get(key, 0.0),
+            running=engine_load.running,
+            waiting=engine_load.waiting,
+            in_flight=self._in_flight.get(key, 0),
+            kv_free=engine_load.kv_blocks_free / total if total else 1.0,
+            digests=frozenset(engine_load.digests),
+        )
+
+
+def _key(member: Member) -> str:
+    return f"{member.beat.id}/{member.beat.incarnation}"

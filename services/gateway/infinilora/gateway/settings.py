@@ -1,0 +1,65 @@
+"""What the gateway reads from its environment, besides the settings that all services share."""
+
+import os
+import socket
+from pathlib import Path
+
+from pydantic import Field, SecretStr, field_validator
+
+from infinilora.gateway.tenants import parse_keys
+from infinilora.runtime.settings import Common
+
+
+class Settings(Common):
+    """`INFINILORA_<NAME>`. Lists are written with commas, directories with colons as in PATH."""
+
+    listen: str = "127.0.0.1:8000"
+    """host:port of the HTTP API; port 0 takes a free one."""
+    advertise: str = ""
+    """The address that others are told; that of `listen` if empty."""
+    gateway_id: str = f"gateway-{socket.gethostname()}-{os.getpid()}"
+
+    api_keys: SecretStr = SecretStr("")
+    """`key:tenant,key:tenant`. Empty: no key is asked for, and everybody is the default tenant."""
+    model_aliases: str = ""
+    """`alias=served-name,...`: other names of base models."""
+    adapter_roots: str = ""
+    """Directories that `file://` sources may lie in. Empty: the working directory and `var_dir`."""
+    adapter_buckets: str = ""
+    """`bucket` or `bucket/prefix` that `s3://` sources may lie in. Empty: the store's own bucket."""
+
+    max_sequences: int = Field(default=1024, gt=0)
+    """Sequences at once; more are answered 503."""
+    max_tenant_sequences: int = Field(default=1024, gt=0)
+    """Sequences of one tenant at once; more are answered 429."""
+    max_body_mb: int = Field(default=16, gt=0)
+    max_upload_mb: int = Field(default=16 << 10, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    patience_s: float = Field(default=10.0, ge=0)
+    """How long a request looks for an engine that takes it, before its first token."""
+
+    max_ingests: int = Field(default=2, gt=0)
+    ingest_memory_mb: int = Field(default=16 << 10, gt=0)
+    ingest_cpu_s: int = Field(default=600, gt=0)
+    ingest_wall_s: float = Field(default=900.0, gt=0)
+    heat_half_life_s: int = Field(default=60, gt=0)
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_readable(cls, value: SecretStr) -> SecretStr:
+        parse_keys(value.get_secret_value())
+        return value
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        pairs = (entry.partition("=") for entry in self.model_aliases.split(",") if "=" in entry)
+        return {alias.strip(): name.strip() for alias, _, name in pairs}
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        named = tuple(Path(root) for root in self.adapter_roots.split(os.pathsep) if root)
+        return named or (Path.cwd(), self.var_dir)
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        return tuple(bucket.strip().strip("/") for bucket in self.adapter_buckets.split(",") if bucket.strip())

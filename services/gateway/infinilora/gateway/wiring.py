@@ -1,0 +1,159 @@
+"""Puts a gateway together from its connections. The one place that knows how the parts fit."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from fastapi import FastAPI
+
+from infinilora.gateway.accounting import Accounting
+from infinilora.gateway.adapters import Adapters, IngestPlace
+from infinilora.gateway.admission import Admission
+from infinilora.gateway.app import Deps, Readiness, create_app
+from infinilora.gateway.bases import BaseShelf
+from infinilora.gateway.catalog import Catalog
+from infinilora.gateway.desk import Desk, Times
+from infinilora.gateway.fleet import Fleet
+from infinilora.gateway.http import Door
+from infinilora.gateway.ingest import IngestLimits
+from infinilora.gateway.management import Management
+from infinilora.gateway.registry import Registry
+from infinilora.gateway.relay import Relay
+from infinilora.gateway.settings import Settings
+from infinilora.gateway.sources import Buckets, Sources
+from infinilora.gateway.tenants import Tenants, parse_keys
+from infinilora.gateway.uploads import UploadLimits
+from infinilora.runtime.blobs import BlobStore, open_blobs
+from infinilora.runtime.bus import Bus
+from infinilora.runtime.members import Members
+from infinilora.runtime.metrics import GatewayMetrics, ProcessMetrics, new_registry
+from infinilora.runtime.rpc import Channels
+from infinilora.runtime.store import Store
+from infinilora.runtime.telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """A gateway's ties to the rest of the system, open already."""
+
+    bus: Bus
+    store: Store
+    blobs: BlobStore
+    members: Members
+    channels: Channels
+    telemetry: Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A wired gateway: the application to serve, and what must run beside it."""
+
+    app: FastAPI
+    fleet: Fleet
+    registry: Registry
+    admission: Admission
+    background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]
+
+
+def build(settings: Settings, ties: Connections) -> Gateway:
+    """Wire everything. Starts nothing."""
+    metrics_registry = new_registry()
+    metrics = GatewayMetrics(metrics_registry)
+    fleet = Fleet(ties.members.all, ties.channels)
+    registry = Registry(ties.store, ties.bus)
+    catalog = Catalog(fleet, registry, settings.aliases)
+    shelf = BaseShelf(ties.blobs)
+    accounting = Accounting(ties.store, ties.bus, metrics, half_life_s=settings.heat_half_life_s)
+    admission = Admission(max_sequences=settings.max_sequences, max_tenant_sequences=settings.max_tenant_sequences)
+    desk = Desk(
+        catalog=catalog,
+        shelf=shelf,
+        relay=Relay(fleet, on_retry=metrics.retries.inc),
+        admission=admission,
+        accounting=accounting,
+        metrics=metrics,
+        telemetry=ties.telemetry,
+        times=Times(settings.request_timeout_s, settings.patience_s),
+    )
+    ProcessMetrics(metrics_registry).watch(
+        bus_connected=lambda: ties.bus.is_connected,
+        store_connected=lambda: not registry.is_stale,
+        events_dropped=lambda: ties.bus.dropped_events,
+    )
+    metrics.registry_age_s.set_function(lambda: registry.age_s)
+    deps = Deps(
+        door=Door(Tenants(parse_keys(settings.api_keys.get_secret_value())), metrics),
+        desk=desk,
+        catalog=catalog,
+        management=_management(settings, ties, registry, catalog, shelf),
+        readiness=lambda: _readiness(ties.bus, fleet, registry),
+        metrics=metrics_registry,
+        max_body_bytes=settings.max_body_mb << 20,
+    )
+    background = (
+        registry.follow_events,
+        registry.follow_revisions,
+        accounting.write_heat,
+        lambda: _follow_members(ties.members, fleet),
+    )
+    return Gateway(create_app(deps), fleet, registry, admission, background)
+
+
+def _management(
+    settings: Settings, ties: Connections, registry: Registry, catalog: Catalog, shelf: BaseShelf
+) -> Management:
+    upload_bytes = settings.max_upload_mb << 20
+    limits = UploadLimits(max_bytes=upload_bytes)
+    adapters = Adapters(
+        store=ties.store,
+        blobs=ties.blobs,
+        bus=ties.bus,
+        registry=registry,
+        catalog=catalog,
+        shelf=shelf,
+        ingest=IngestPlace(
+            scratch_directory(settings),
+            IngestLimits(settings.ingest_memory_mb, settings.ingest_cpu_s, settings.ingest_wall_s),
+            settings.max_ingests,
+        ),
+    )
+    sources = Sources(settings.roots, _buckets(settings), limits)
+    return Management(adapters, catalog, sources, limits=limits, max_upload=upload_bytes)
+
+
+def scratch_directory(settings: Settings) -> Path:
+    return settings.var_dir / "gateway" / settings.gateway_id
+
+
+def _buckets(settings: Settings) -> Buckets:
+    """Buckets of the same server as the store's, with the same credentials."""
+    url = urlsplit(settings.store_url)
+    if url.scheme != "s3":
+        return Buckets((), None)
+
+    def open_bucket(bucket: str) -> BlobStore:
+        return open_blobs(
+            urlunsplit(url._replace(netloc=bucket)),
+            access_key=settings.s3_access_key,
+            secret_key=settings.s3_secret_key.get_secret_value(),
+        )
+
+    return Buckets(settings.buckets or (url.netloc,), open_bucket)
+
+
+async def _follow_members(members: Members, fleet: Fleet) -> None:
+    async for _ in members.changes():
+        fleet.note_change()
+
+
+def _readiness(bus: Bus, fleet: Fleet, registry: Registry) -> Readiness:
+    bases = sorted(fleet.served())
+    away = [name for name, is_away in (("nats", not bus.is_connected), ("redis", registry.is_stale)) if is_away]
+    is_ready = registry.is_loaded and bool(bases)
+    status = ("degraded" if away else "ready") if is_ready else "starting"
+    return Readiness(
+        is_ready,
+        {"status": status, "bases": bases, "adapters": len(registry), "away": away},
+    )
