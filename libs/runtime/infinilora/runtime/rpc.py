@@ -19,7 +19,7 @@ is logged by gRPC and arrives as `Internal`. A dead peer is noticed within about
 import asyncio
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -259,7 +259,7 @@ class Client:
         async with self._errors(rpc):
             return await call
 
-    async def stream(self, rpc: str, request: Message, *, timeout_s: float | None = None) -> AsyncIterator[Message]:
+    async def stream(self, rpc: str, request: Message, *, timeout_s: float | None = None) -> AsyncGenerator[Message, None]:
         """The replies as they come. Leaving the loop early cancels the call: close it with `aclosing`."""
         call = self._open("unary_stream", rpc)(request, timeout=timeout_s, metadata=self._headers())
         try:
