@@ -1,7 +1,7 @@
 """The native library's functions and structures, as ctypes sees them. Mirrors cpu/lora.h and cpu/*.cpp."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -49,9 +49,12 @@ class Launch(Structure):
         ("slot_stride", c_int64),
         ("segments", c_void_p),
         ("num_segments", c_int32),
+        ("num_slots", c_int32),
         ("rows", c_int32),
-        ("accumulate", c_int32),
         ("topk", c_int32),
+        ("in_dim", c_int32),
+        ("out_dim", c_int32),
+        ("accumulate", c_int32),
     )
 
 
@@ -75,10 +78,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "il_limit_level": (c_int, (c_int,)),
     "il_level": (c_int, ()),
     "il_linear": (None, (_PTR, _I64, _PTR, _I32, _PTR, _PTR, _I64, _I32, _I32, _I32)),
-    "il_lora_dense": (None, (POINTER(Launch), _PTR, _I64, _PTR, _I64, _I32)),
-    "il_lora_moe_gate_up": (None, (POINTER(Launch), _PTR, _I64, _PTR, _PTR, _I64, _I32)),
-    "il_lora_moe_down": (None, (POINTER(Launch), _PTR, _I64, _I32, _PTR, _PTR, _PTR, _I64, _I32)),
-    "il_paged_attention": (None, (POINTER(AttentionCall),)),
+    "il_lora_dense": (_I32, (_PTR, _PTR, _I64, _PTR, _I64)),
+    "il_lora_moe_gate_up": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _I64)),
+    "il_lora_moe_down": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _PTR, _I64)),
+    "il_paged_attention": (None, (_PTR,)),
     "il_rms_norm": (None, (_PTR, _I64, _PTR, _I64, _PTR, c_float, _PTR, _I32, _I32)),
     "il_silu_mul": (None, (_PTR, _I64, _PTR, _I32, _I32)),
     "il_rope": (None, (_PTR, _I64, _I32, _I32, _PTR, _I32, _PTR, _PTR, _I32, _I32)),

@@ -186,19 +186,35 @@ struct MoeSize {
   size_t sort_bytes() const { return (experts + 2 + pairs) * sizeof(int32_t) + 128; }
 };
 
+// 0, or the first thing wrong with the launch.
+int32_t fault(const il_launch& l, bool is_moe) {
+  int at = 0;
+  for (int s = 0; s < l.num_segments; ++s) {
+    const il_segment& segment = l.segments[s];
+    bool inside = segment.rows >= 0 && segment.row_start >= at && segment.rows <= l.rows - segment.row_start;
+    if (!inside || segment.slot < 0 || segment.slot >= l.num_slots) return kBadSegment + 4 * s;
+    at = segment.row_start + segment.rows;
+    const il_site* site = site_of(l, segment);
+    if (site == nullptr) continue;
+    bool fits = site->in == l.in_dim && site->out == l.out_dim && (site->num_experts > 0) == is_moe;
+    if (!fits) return kBadSite + 4 * s;
+  }
+  return 0;
+}
+
 }  // namespace
 }  // namespace il
 
 using namespace il;
 
-void il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride,
-                   int32_t out_dim) {
+int32_t il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride) {
   const il_launch& l = *launch;
+  if (int32_t wrong = fault(l, false)) return wrong;
   if (!l.accumulate) {
     for_all_rows(l, [&](const il_site* site, int row, int end) {
       for (; row < end; ++row) {
-        if (site == nullptr) zero(out + row * out_stride, out_dim);
-        else zero_gaps(*site, out + row * out_stride, out_dim);
+        if (site == nullptr) zero(out + row * out_stride, l.out_dim);
+        else zero_gaps(*site, out + row * out_stride, l.out_dim);
       }
     });
   }
@@ -218,20 +234,22 @@ void il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, fl
     batch.add(*site, 0, s, b);
   }
   run_apart(batch.groups(), l.accumulate != 0);
+  return 0;
 }
 
-void il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,
-                         float* out, int64_t out_stride, int32_t out_dim) {
+int32_t il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,
+                            float* out, int64_t out_stride) {
   const il_launch& l = *launch;
+  if (int32_t wrong = fault(l, true)) return wrong;
   auto out_of = [&](int pair) {
-    return out + pair / l.topk * out_stride + static_cast<int64_t>(pair % l.topk) * out_dim;
+    return out + pair / l.topk * out_stride + static_cast<int64_t>(pair % l.topk) * l.out_dim;
   };
   if (!l.accumulate) {
     for_all_rows(l, [&](const il_site* site, int row, int end) {
       for (int pair = row * l.topk; pair < end * l.topk; ++pair) {
         bool chosen = site != nullptr && topk_ids[pair] >= 0 && topk_ids[pair] < site->num_experts;
-        if (chosen) zero_gaps(*site, out_of(pair), out_dim);
-        else zero(out_of(pair), out_dim);
+        if (chosen) zero_gaps(*site, out_of(pair), l.out_dim);
+        else zero(out_of(pair), l.out_dim);
       }
     });
   }
@@ -244,22 +262,24 @@ void il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stri
     b.out[i] = out_of(pair);
   });
   run_apart(batch.groups(), l.accumulate != 0);
+  return 0;
 }
 
-void il_lora_moe_down(const il_launch* launch, const float* act, int64_t act_stride, int32_t in_dim,
-                      const int32_t* topk_ids, const float* topk_weights, float* out, int64_t out_stride,
-                      int32_t out_dim) {
+int32_t il_lora_moe_down(const il_launch* launch, const float* act, int64_t act_stride, const int32_t* topk_ids,
+                         const float* topk_weights, float* out, int64_t out_stride) {
   const il_launch& l = *launch;
+  if (int32_t wrong = fault(l, true)) return wrong;
   if (!l.accumulate)
-    for (int row = 0; row < l.rows; ++row) zero(out + row * out_stride, out_dim);
+    for (int row = 0; row < l.rows; ++row) zero(out + row * out_stride, l.out_dim);
   MoeSize size(l);
   Batch batch(size.batch, size.sort_bytes());
   auto* starts = batch.arena.take<int32_t>(size.experts + 2);
   auto* sorted = batch.arena.take<int32_t>(size.pairs);
   add_experts(batch, l, topk_ids, starts, sorted, true, [&](int pair, Bundle& b, int i) {
-    b.x[i] = act + pair / l.topk * act_stride + static_cast<int64_t>(pair % l.topk) * in_dim;
+    b.x[i] = act + pair / l.topk * act_stride + static_cast<int64_t>(pair % l.topk) * l.in_dim;
     b.out[i] = out + pair / l.topk * out_stride;
     b.weight[i] = topk_weights[pair];
   });
   run_meeting(batch.groups());
+  return 0;
 }

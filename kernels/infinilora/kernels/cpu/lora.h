@@ -35,23 +35,25 @@ struct il_segment {
 struct il_launch {
   const il_site* const* sites;
   int64_t slot_stride;
-  const il_segment* segments;
-  int32_t num_segments;
-  int32_t rows;  // of x and out
+  const il_segment* segments;  // in order of rows, not overlapping
+  int32_t num_segments, num_slots;
+  int32_t rows, topk;          // of x and out; topk is 1 for dense sites
+  int32_t in_dim, out_dim;     // of the site, as the caller's tensors have them
   int32_t accumulate;
-  int32_t topk;  // MoE only
 };
 
-// x [rows, in] -> out [rows, out_dim]. Strides are of rows, in floats.
-void il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride,
-                   int32_t out_dim);
+// Each returns 0, or what is wrong with the launch: kBadSegment or kBadSite, plus 4 times the segment's number.
+// Nothing is written then. Strides are of rows, in floats; within a row all is contiguous.
+enum { kBadSegment = 1, kBadSite = 2 };
 
-// x [rows, in], topk_ids [rows, topk] -> out [rows, topk, out_dim], contiguous within a row.
-void il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,
-                         float* out, int64_t out_stride, int32_t out_dim);
+// x [rows, in] -> out [rows, out].
+int32_t il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride);
 
-// act [rows, topk, in_dim] (contiguous within a row), topk_ids and topk_weights [rows, topk] -> out [rows, out_dim].
-void il_lora_moe_down(const il_launch* launch, const float* act, int64_t act_stride, int32_t in_dim,
-                      const int32_t* topk_ids, const float* topk_weights, float* out, int64_t out_stride,
-                      int32_t out_dim);
+// x [rows, in], topk_ids [rows, topk] -> out [rows, topk, out].
+int32_t il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,
+                            float* out, int64_t out_stride);
+
+// act [rows, topk, in], topk_ids and topk_weights [rows, topk] -> out [rows, out].
+int32_t il_lora_moe_down(const il_launch* launch, const float* act, int64_t act_stride, const int32_t* topk_ids,
+                         const float* topk_weights, float* out, int64_t out_stride);
 }

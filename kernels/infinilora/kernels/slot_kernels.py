@@ -1,0 +1,202 @@
+"""The weights that a pool has resident, and the deltas of a batch over them.
+
+    sites[slot][layer][site] -> descriptor (addresses, ranks, scales) -> the pool's memory
+
+On a CPU the table is one array of addresses that the native library reads, so a call from Python is one call
+of C, whatever the number of adapters. Knows no adapter and no lease: who binds a slot answers for it.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from infinilora.kernels import cpu_ops, native, reference
+from infinilora.kernels.abi import Launch, SiteDescriptor, describe
+from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
+
+_BAD_SEGMENT = 1
+
+
+class SlotKernels:
+    """One for a pool. A site is bound whole, in one store: a call sees it bound or not, never half.
+
+    Thread-safe as the pool uses it: calls may run beside `bind` and beside one another; `clear` needs that no
+    call with a segment of that slot is running.
+    """
+
+    def __init__(
+        self, *, num_slots: int, num_layers: int, device: torch.device | str = "cpu", threads: int = 1
+    ) -> None:
+        """`num_layers` counts the layer of lm_head too. `threads` sets the width of the process's native pool."""
+        if num_slots < 1 or num_layers < 1:
+            raise ValueError(f"at least one slot and one layer are needed; found {num_slots} and {num_layers}")
+        self.num_slots = num_slots
+        self.num_layers = num_layers
+        self.device = torch.device(device)
+        self._library = native.load() if self.device.type == "cpu" else None
+        if self._library is not None:
+            cpu_ops.set_threads(threads)
+        self._bound: list[dict[int, SiteWeights]] = [{} for _ in range(num_layers * NUM_SITES)]
+        self._descriptors: dict[tuple[int, int], SiteDescriptor] = {}
+        self._slot_stride = num_layers * NUM_SITES
+        self._table = (ctypes.c_uint64 * (num_slots * self._slot_stride))()
+        self._table_address = ctypes.addressof(self._table)
+
+    def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None:
+        """From now on rows of `slot` get these parts' delta at (layer, site). Keeps the tensors until `clear`."""
+        place = self._place(layer, site)
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} is not one of {self.num_slots}")
+        check_parts(parts, in_dim=in_dim, out_dim=out_dim)
+        if (parts[0].num_experts > 0) != (site in (MOE_GATE_UP, MOE_DOWN)):
+            raise ValueError(f"site {site} with parts of {parts[0].num_experts} experts")
+        if parts[0].a.device != self.device:
+            raise ValueError(f"parts are on {parts[0].a.device}; this pool computes on {self.device}")
+        descriptor = describe(parts, in_dim=in_dim, out_dim=out_dim)
+        self._bound[place][slot] = parts
+        self._descriptors[slot, place] = descriptor
+        self._table[slot * self._slot_stride + place] = ctypes.addressof(descriptor)
+
+    def clear(self, slot: int) -> None:
+        """Forget all of the slot's sites and let their tensors go."""
+        start = slot * self._slot_stride
+        for place, bound in enumerate(self._bound):
+            if bound.pop(slot, None) is not None:
+                self._table[start + place] = 0
+                del self._descriptors[slot, place]
+
+    def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """out[t] (+)= delta of x[t] at (layer, site) under the slot of t's segment.
+
+        segments int32 [n, 3] (row_start, rows, slot), in order of rows; x [T, in]; out [T, out_dim] fp32 or x's
+        dtype. Rows of both may be strided. Rows in no segment and slots not bound here get nothing (zeros unless
+        `accumulate`).
+        """
+        place = self._place(layer, site)
+        library = self._library
+        if library is None:
+            reference.dense(self._bound[place], segments, x, out, accumulate=accumulate)
+            return
+        x, wide = _fp32_rows(x), _fp32_out(out)
+        launch = self._launch(place, segments, x.shape[0], 1, x.shape[1], out, accumulate=accumulate)
+        status = library.il_lora_dense(ctypes.byref(launch), x.data_ptr(), x.stride(0), wide.data_ptr(), wide.stride(0))
+        self._finish(status, segments, launch, wide, out)
+
+    def moe_gate_up(
+        self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+    ) -> None:
+        """out[t, j] (+)= delta of x[t] through expert topk_ids[t, j] of the slot of t's segment.
+
+        x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f]. An id that the adapter has no expert for adds nothing.
+        """
+        place = self._place(layer, MOE_GATE_UP)
+        library = self._library
+        if library is None:
+            reference.moe_gate_up(self._bound[place], segments, x, topk_ids, out, accumulate=accumulate)
+            return
+        x, wide, ids = _fp32_rows(x), _fp32_out(out), _ids(topk_ids, x.shape[0])
+        launch = self._launch(place, segments, x.shape[0], ids.shape[1], x.shape[1], out, accumulate=accumulate)
+        status = library.il_lora_moe_gate_up(
+            ctypes.byref(launch), x.data_ptr(), x.stride(0), ids.data_ptr(), wide.data_ptr(), wide.stride(0)
+        )
+        self._finish(status, segments, launch, wide, out)
+
+    def moe_down(
+        self,
+        layer: int,
+        segments: Tensor,
+        act: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """out[t] (+)= sum over j of topk_weights[t, j] * delta of act[t, j] through expert topk_ids[t, j].
+
+        act [T, k, f]; topk_ids int32 and topk_weights fp32 [T, k]; out [T, h].
+        """
+        place = self._place(layer, MOE_DOWN)
+        library = self._library
+        if library is None:
+            reference.moe_down(self._bound[place], segments, act, topk_ids, topk_weights, out, accumulate=accumulate)
+            return
+        act, wide, ids = _fp32_rows(act), _fp32_out(out), _ids(topk_ids, act.shape[0])
+        weights = topk_weights.float().contiguous()
+        if weights.shape != ids.shape or act.shape[1] != ids.shape[1]:
+            raise ValueError(f"act {list(act.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)} disagree")
+        launch = self._launch(place, segments, act.shape[0], ids.shape[1], act.shape[2], out, accumulate=accumulate)
+        status = library.il_lora_moe_down(
+            ctypes.byref(launch),
+            act.data_ptr(),
+            act.stride(0),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            wide.data_ptr(),
+            wide.stride(0),
+        )
+        self._finish(status, segments, launch, wide, out)
+
+    def _place(self, layer: int, site: int) -> int:
+        if not (0 <= layer < self.num_layers and 0 <= site < NUM_SITES):
+            raise ValueError(f"layer {layer}, site {site}: there are {self.num_layers} layers, {NUM_SITES} sites")
+        return layer * NUM_SITES + site
+
+    def _launch(
+        self, place: int, segments: Tensor, rows: int, topk: int, in_dim: int, out: Tensor, *, accumulate: bool
+    ) -> Launch:
+        if segments.dtype is not torch.int32 or not segments.is_contiguous() or segments.numel() % 3:
+            raise ValueError(f"segments are contiguous int32 [n, 3]; found {segments.dtype} {list(segments.shape)}")
+        if out.shape[0] != rows:
+            raise ValueError(f"out has {out.shape[0]} rows; wanted {rows}")
+        return Launch(
+            self._table_address + 8 * place,
+            self._slot_stride,
+            segments.data_ptr(),
+            segments.numel() // 3,
+            self.num_slots,
+            rows,
+            topk,
+            in_dim,
+            out.shape[-1],
+            accumulate,
+        )
+
+    def _finish(self, status: int, segments: Tensor, launch: Launch, wide: Tensor, out: Tensor) -> None:
+        if status:
+            number, what = divmod(status, 4)
+            found = tuple(segments.view(-1, 3)[number].tolist())
+            if what == _BAD_SEGMENT:
+                raise ValueError(
+                    f"segment {number} {found} overlaps, or lies outside of {launch.rows} rows and the slots"
+                )
+            raise ValueError(
+                f"segment {number} {found}: its slot's site is not of {launch.in_dim} -> {launch.out_dim} columns"
+            )
+        if wide is not out:
+            out.copy_(wide)
+
+
+def _fp32_rows(x: Tensor) -> Tensor:
+    """Return x as fp32, contiguous within its rows; x itself where it is so."""
+    if x.dtype is not torch.float32:
+        x = x.float()
+    return x if _is_contiguous_in_rows(x) else x.contiguous()
+
+
+def _fp32_out(out: Tensor) -> Tensor:
+    """Where to write: out itself, or an fp32 copy of it."""
+    if out.dtype is torch.float32 and _is_contiguous_in_rows(out):
+        return out
+    return out.float().contiguous()
+
+
+def _is_contiguous_in_rows(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+
+
+def _ids(topk_ids: Tensor, rows: int) -> Tensor:
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != rows:
+        raise ValueError(f"topk_ids is [{rows}, k]; found {list(topk_ids.shape)}")
+    return topk_ids.to(torch.int32).contiguous()
