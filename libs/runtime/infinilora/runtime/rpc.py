@@ -259,7 +259,9 @@ class Client:
         async with self._errors(rpc):
             return await call
 
-    async def stream(self, rpc: str, request: Message, *, timeout_s: float | None = None) -> AsyncGenerator[Message, None]:
+    async def stream(
+        self, rpc: str, request: Message, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Message, None]:
         """The replies as they come. Leaving the loop early cancels the call: close it with `aclosing`."""
         call = self._open("unary_stream", rpc)(request, timeout=timeout_s, metadata=self._headers())
         try:
