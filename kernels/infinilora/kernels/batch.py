@@ -87,26 +87,20 @@ def check_parts(parts: SiteWeights, *, in_dim: int, out_dim: int) -> None:
 def _check_part(part: Part, first: Part, *, in_dim: int, out_dim: int) -> None:
     a, bt = part.a, part.bt
     if a.dim() not in (2, 3) or bt.dim() != a.dim() or a.shape[:-1] != bt.shape[:-1]:
-        raise ValueError(
-            f"a and bt must be [r, in] and [r, out], or [E, ...]: found {a.shape} and {bt.shape}"
-        )
+        raise ValueError(f"a and bt must be [r, in] and [r, out], or [E, ...]: found {a.shape} and {bt.shape}")
     if a.shape[-1] != in_dim:
         raise ValueError(f"a reads {a.shape[-1]} columns, the site has {in_dim}")
     if part.out_offset < 0 or part.out_offset + part.out_dim > out_dim:
         end = part.out_offset + part.out_dim
         raise ValueError(f"columns {part.out_offset}..{end} lie outside the site's 0..{out_dim}")
     if a.dtype not in WEIGHT_DTYPES or bt.dtype != a.dtype or a.dtype != first.a.dtype:
-        raise ValueError(
-            f"one dtype of fp32, bf16, fp16 for a site: found {a.dtype}, {bt.dtype}, {first.a.dtype}"
-        )
+        raise ValueError(f"one dtype of fp32, bf16, fp16 for a site: found {a.dtype}, {bt.dtype}, {first.a.dtype}")
     if a.device != bt.device or a.device != first.a.device:
         raise ValueError(f"parts on different devices: {a.device}, {bt.device}, {first.a.device}")
     if part.num_experts != first.num_experts:
         raise ValueError(f"parts of one site have {part.num_experts} and {first.num_experts} experts")
     if not _rows_contiguous(a) or not _rows_contiguous(bt):
-        raise ValueError(
-            f"a and bt must be contiguous along their last two axes: strides {a.stride()}, {bt.stride()}"
-        )
+        raise ValueError(f"a and bt must be contiguous along their last two axes: strides {a.stride()}, {bt.stride()}")
 
 
 def _rows_contiguous(t: Tensor) -> bool:

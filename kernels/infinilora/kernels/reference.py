@@ -33,9 +33,7 @@ def dense(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, accumulate:
             _add(out[start : start + rows], part, part_delta(x[start : start + rows], part))
 
 
-def moe_gate_up(
-    bound: Bound, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
-) -> None:
+def moe_gate_up(bound: Bound, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """out[t, j] (+)= delta of x[t] through expert topk_ids[t, j] of the slot of t.
 
     x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f]. An id outside 0..E-1 adds nothing.
