@@ -1,0 +1,85 @@
+"""The directory of a local system: one owner, kept secrets, nothing left of a killed owner."""
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinilora.cli.home import Home, Running
+from infinilora.protocol.errors import Conflict
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from infinilora.cli.home import Home, Running
+home = Home(Path(sys.argv[1]))
+home.lock()
+home.say_running(Running(pid=42, url="http://127.0.0.1:1", coordinator_url="http://127.0.0.1:2", pids={}))
+(home.link_dir / "ring").write_bytes(b"x")
+print("locked", flush=True)
+time.sleep(99)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_owner_is_refused_and_told_of_the_first(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    try:
+        with pytest.raises(Conflict, match=r"in use by process 42, serving http://127\.0\.0\.1:1"):
+            Home(tmp_path).lock()
+        assert Home(tmp_path).running() is not None
+    finally:
+        end(holder)
+
+
+def test_what_a_killed_owner_left_is_cleared(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    end(holder)
+    home = Home(tmp_path)
+    assert home.running() is not None
+    home.lock()
+    assert home.running() is None
+    assert list(home.link_dir.iterdir()) == []
+    home.unlock()
+    assert not home.link_dir.exists()
+
+
+def test_secrets_are_made_once_and_only_the_owner_reads_them(tmp_path: Path) -> None:
+    first, second = Home(tmp_path).secrets(), Home(tmp_path).secrets()
+    assert first == second
+    assert len({first.nats, first.redis, first.s3_secret_key, first.rpc_token}) == 4
+    assert stat.S_IMODE((tmp_path / "secrets.json").stat().st_mode) == 0o600
+
+
+def test_two_directories_never_share_a_link_directory(tmp_path: Path) -> None:
+    assert Home(tmp_path / "a").link_dir != Home(tmp_path / "b").link_dir
+
+
+def test_a_running_system_is_found_by_other_commands(tmp_path: Path) -> None:
+    running = Running(pid=1, url="http://u", coordinator_url="http://c", pids={"engine": 7})
+    home = Home(tmp_path)
+    home.lock()
+    home.say_running(running)
+    assert Home(tmp_path).running() == running
+    home.unlock()
+
+
+def test_the_log_of_the_start_before_is_kept(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.lock()
+    home.new_log("engine").write_text("first")
+    home.new_log("engine").write_text("second")
+    assert (home.logs / "engine.log.1").read_text() == "first"
+    home.unlock()
