@@ -1,7 +1,8 @@
 """The step thread: schedule, run, sample, tell. One step at a time, asleep when there is nothing to do.
 
 Other threads talk to it through an inbox (`submit`, `abort`) and hear from it through each sequence's sink.
-Everything that goes wrong with one sequence ends that sequence alone; anything else ends the process.
+Everything that goes wrong with one sequence ends that sequence alone; anything else ends the thread, and
+`on_crash` hears of it.
 """
 
 import logging
@@ -58,8 +59,15 @@ class Job:
     times_lost: int = 0
 
 
+def _nothing() -> None:
+    pass
+
+
 class EngineLoop:
-    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them."""
+    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them.
+
+    `flush` is called after each round, when the sinks have been told what there was to tell.
+    """
 
     def __init__(
         self,
@@ -70,6 +78,8 @@ class EngineLoop:
         *,
         max_waiting: int = 256,
         patience: Patience | None = None,
+        flush: Callable[[], None] | None = None,
+        on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._runner = runner
         self._lora = lora
@@ -85,7 +95,8 @@ class EngineLoop:
         self._queue_lock = threading.Lock()
         self._load = EngineLoad(kv_blocks_free=pool.num_free, kv_blocks_total=pool.num_blocks)
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-        self._crash: BaseException | None = None
+        self._flush = flush or _nothing
+        self._on_crash = on_crash
 
     # Other threads ----------------------------------------------------------------------------------
 
@@ -130,11 +141,6 @@ class EngineLoop:
         return self._load
 
     @property
-    def crash(self) -> BaseException | None:
-        """What ended the thread, if anything did."""
-        return self._crash
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -159,8 +165,10 @@ class EngineLoop:
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
             self._drain_inbox()
+            self._flush()
         except BaseException as error:
-            self._crash = error
+            if self._on_crash is not None:
+                self._on_crash(error)
             raise
 
     def _turn(self) -> bool:
@@ -176,6 +184,7 @@ class EngineLoop:
             self._mark_first_step(plan)
             self._settle(self._runner.run(rows))
         self._publish_load()
+        self._flush()
         return bool(rows or plan.preempted or plan.failed)
 
     def _drain_inbox(self) -> None:

@@ -84,7 +84,7 @@ class Runner:
 
     def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
         """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
-        plan = self._lora.begin(list(_segments(placed)))
+        plan = self._lora.begin(list(_segments(placed)), _trace_of(placed))
         try:
             return self._decoder.forward(batch, self._lora, plan)
         except StepLost as loss:
@@ -166,3 +166,8 @@ def _segments(placed: list[Placed]) -> Iterator[AdapterRows]:
         if lease is not None:
             yield AdapterRows(at, count, lease)
         at += count
+
+
+def _trace_of(placed: list[Placed]) -> bytes:
+    """The trace of the first row with an adapter that has one: a step belongs to one trace at most."""
+    return next((p.rows.sequence.trace for p in placed if p.lease and any(p.rows.sequence.trace)), b"")

@@ -57,6 +57,8 @@ class Sequence:
     params: SamplingParams = field(default_factory=SamplingParams)
     fallback_base: bool = False
     degraded: bool = False
+    trace: bytes = b""
+    """Where its spans belong, for a step's LoRA work; empty when it is not traced."""
 
     phase: Phase = Phase.WAITING
     arrival: int = 0

@@ -39,7 +39,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What is known of a wanted adapter. `lease` is set if ADMISSIBLE or RESIDENT, `error` if FAILED."""
+    """What is known of a wanted adapter. `lease` is set if ADMISSIBLE or RESIDENT, `error` if FAILED.
+
+    A WAITING view with a lease has its slot and waits for its first layer; without one it waits for a slot.
+    """
 
     status: LeaseStatus
     lease: Lease | None = None
@@ -101,8 +104,11 @@ class LoraBackend(Protocol):
         """The state of a wanted digest."""
         ...
 
-    def begin(self, rows: Sequence[AdapterRows]) -> StepPlan | None:
-        """Start a step. None when no row has an adapter: such a step touches no link (law 5)."""
+    def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> StepPlan | None:
+        """Start a step. None when no row has an adapter: such a step touches no link (law 5).
+
+        `trace` is the context of one sampled request of the step (runtime.telemetry.to_wire), or empty.
+        """
         ...
 
     def submit(

@@ -1,0 +1,174 @@
+"""A LoRA backend in a few lines of plain torch, with its failures at the test's command.
+
+Reads PEFT files by name and walks rows, experts and parts one by one: slow, obvious, and no kernel of ours.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from infinilora.engine.lora.interface import (
+    AdapterRows,
+    Lease,
+    LeaseStatus,
+    LeaseView,
+    Routing,
+    StepLost,
+)
+from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
+from infinilora.protocol.errors import AdapterFailed
+from infinilora.protocol.ids import Digest, digest_of
+
+Pair = tuple[Tensor, Tensor, float]
+"""A [r, in], B [out, r], scale."""
+
+
+@dataclass
+class PlainPlan:
+    rows: list[AdapterRows]
+    num_rows: int
+
+    def adapts(self, layer: int, site: Site) -> bool:
+        return any(lease.layer_sites[layer] >> site & 1 for _, _, lease in self.rows)
+
+
+@dataclass
+class PlainTicket:
+    delta: Tensor
+
+
+class PlainLora:
+    """Adapters by digest. `status` moves a digest's lease; `lose` makes the next steps of a digest fail."""
+
+    def __init__(self, card: BaseCard) -> None:
+        self._sites = card.geometry()
+        self._num_layers = card.num_layers
+        self._pairs: dict[Digest, dict[str, Pair]] = {}
+        self._slots: dict[Digest, int] = {}
+        self.holders: Counter[Digest] = Counter()
+        self.status: dict[Digest, LeaseStatus] = {}
+        self.lose: Counter[Digest] = Counter()
+        self.open_plans = 0
+        self.submits = 0
+        self.ever_wanted: list[Digest] = []
+
+    def register(self, directory: Path) -> Digest:
+        digest = digest_of(str(directory).encode())
+        config = json.loads((directory / "adapter_config.json").read_text())
+        tensors = load_file(directory / "adapter_model.safetensors")
+        scale = config["lora_alpha"] / config["r"]
+        self._pairs[digest] = {
+            key.removesuffix(".lora_A.weight").removeprefix("base_model.model."): (
+                tensors[key].float(),
+                tensors[key.replace("lora_A", "lora_B")].float(),
+                scale,
+            )
+            for key in tensors
+            if key.endswith(".lora_A.weight")
+        }
+        self._slots[digest] = len(self._slots)
+        self.status[digest] = LeaseStatus.RESIDENT
+        return digest
+
+    def want(self, digest: Digest) -> None:
+        self.holders[digest] += 1
+        self.ever_wanted.append(digest)
+
+    def drop(self, digest: Digest) -> None:
+        assert self.holders[digest] > 0
+        self.holders[digest] -= 1
+
+    def view(self, digest: Digest) -> LeaseView:
+        status = self.status.get(digest, LeaseStatus.WAITING)
+        if status is LeaseStatus.FAILED:
+            return LeaseView(status, error=AdapterFailed(f"{digest} is broken, says the test"))
+        ready = status in (LeaseStatus.RESIDENT, LeaseStatus.ADMISSIBLE)
+        return LeaseView(status, lease=self._lease(digest) if ready else None)
+
+    def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> PlainPlan | None:
+        if not rows:
+            return None
+        self.open_plans += 1
+        for _, _, lease in rows:
+            assert self.holders[lease.digest] > 0, "a step runs an adapter without a lease"
+        return PlainPlan(list(rows), rows[-1].row_start + rows[-1].rows)
+
+    def submit(
+        self, plan: PlainPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
+    ) -> PlainTicket | None:
+        if not plan.adapts(layer, site):
+            return None
+        self.submits += 1
+        geometry = self._sites[layer, site]
+        delta = torch.zeros(self._out_shape(geometry, plan.num_rows, routing))
+        for start, count, lease in plan.rows:
+            for row in range(start, start + count):
+                delta[row] = self._row(self._pairs[lease.digest], geometry, x[row].float(), routing, row)
+        return PlainTicket(delta)
+
+    def add(self, ticket: PlainTicket | None, y: Tensor) -> None:
+        if ticket is None:
+            return
+        for digest, times in list(self.lose.items()):
+            if times > 0:
+                self.lose[digest] -= 1
+                raise StepLost(frozenset({digest}), "the test says so")
+        y[: ticket.delta.shape[0]] += ticket.delta
+
+    def end(self, plan: PlainPlan) -> None:
+        self.open_plans -= 1
+
+    def close(self) -> None:
+        pass
+
+    def check(self) -> None:
+        assert self.open_plans == 0
+        assert not any(self.holders.values()), f"leases leaked: {self.holders}"
+
+    def _lease(self, digest: Digest) -> Lease:
+        masks = [0] * (self._num_layers + 1)
+        for (layer, site), geometry in self._sites.items():
+            if any(name in self._pairs[digest] for _, name in _modules(geometry)):
+                masks[layer] |= 1 << site
+        return Lease(digest, "plain", self._slots[digest], 1, tuple(masks))
+
+    def _out_shape(self, geometry: SiteGeometry, rows: int, routing: Routing | None) -> tuple[int, ...]:
+        if geometry.site is Site.MOE_GATE_UP:
+            assert routing is not None
+            return rows, routing.topk_ids.shape[1], geometry.out_dim
+        return rows, geometry.out_dim
+
+    def _row(
+        self, pairs: dict[str, Pair], geometry: SiteGeometry, x: Tensor, routing: Routing | None, row: int
+    ) -> Tensor:
+        if not geometry.num_experts:
+            return _delta(pairs, geometry, x, None)
+        assert routing is not None
+        ids = routing.topk_ids[row].tolist()
+        if geometry.site is Site.MOE_GATE_UP:
+            return torch.stack([_delta(pairs, geometry, x, e) for e in ids])
+        weights = routing.topk_weights[row]
+        parts = [weights[k] * _delta(pairs, geometry, x[k], e) for k, e in enumerate(ids)]
+        return torch.stack(parts).sum(0)
+
+
+def _delta(pairs: dict[str, Pair], geometry: SiteGeometry, x: Tensor, expert: int | None) -> Tensor:
+    out = torch.zeros(geometry.out_dim)
+    for part in geometry.parts:
+        pair = pairs.get(part.module if expert is None else part.module.format(expert=expert))
+        if pair is not None:
+            a, b, scale = pair
+            out[part.out_offset : part.out_offset + part.out_dim] += scale * (b @ (a @ x))
+    return out
+
+
+def _modules(geometry: SiteGeometry) -> Iterator[tuple[int, str]]:
+    for expert in range(geometry.num_experts or 1):
+        for part in geometry.parts:
+            yield expert, part.module.format(expert=expert) if geometry.num_experts else part.module
