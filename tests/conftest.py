@@ -12,8 +12,10 @@ S = TypeVar("S", bound=Server)
 
 def _running(server: S) -> Iterator[S]:
     server.start()
-    yield server
-    server.stop()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

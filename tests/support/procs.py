@@ -79,12 +79,14 @@ class Server:
                 cwd=self.home,
                 env={**os.environ, **self.environment()},
             )
+        is_up = False
         try:
             wait_until(self._is_up, f"{self.name} on port {self.port}")
-        except (TimeoutError, RuntimeError):
-            self.kill()
-            sys.stderr.write(self.log.read_text(errors="replace")[-2000:])
-            raise
+            is_up = True
+        finally:
+            if not is_up:
+                self.kill()
+                sys.stderr.write(self.log.read_text(errors="replace")[-2000:])
         return self
 
     def stop(self) -> None:
@@ -175,7 +177,8 @@ class ValkeyServer(Server):
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as link:
                 link.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
-                return b"+PONG" in link.recv(64) + link.recv(64)
+                with link.makefile("rb") as replies:
+                    return [replies.readline(), replies.readline()] == [b"+OK\r\n", b"+PONG\r\n"]
         except OSError:
             return False
 

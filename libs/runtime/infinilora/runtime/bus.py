@@ -153,6 +153,7 @@ class NatsBus:
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._routes: dict[object, _Route] = {}
+        self._making: set[asyncio.Task[None]] = set()
         self._watchers: list[Callable[[bool], None]] = []
         self._is_closing = False
         self._durable: deque[_Durable] = deque()
@@ -204,6 +205,7 @@ class NatsBus:
         if client is None:
             self.dropped_events += 1
             return
+        await self._settle()
         try:
             await client.publish(subject, encode(event), headers=_trace_headers())
         except (nats.errors.Error, OSError):
@@ -222,6 +224,7 @@ class NatsBus:
         client = self._client
         if client is None:
             raise Unavailable("the broker is away", retry_after_s=1.0)
+        await self._settle()
         try:
             reply = await client.request(subject, encode(message), timeout=timeout_s, headers=_trace_headers())
         except nats.errors.NoRespondersError as error:
@@ -256,7 +259,7 @@ class NatsBus:
             raise Unavailable("the broker is away", retry_after_s=1.0)
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(r.making for r in self._routes.values() if r.making is not None))
+                await self._settle()
                 await client.flush(max(1, int(timeout_s)))
                 await self._durable_done.wait()
         except (nats.errors.Error, OSError, TimeoutError) as error:
@@ -323,9 +326,17 @@ class NatsBus:
 
     def _add_route(self, key: object, route: "_Route") -> asyncio.Task[None] | None:
         self._routes[key] = route
-        if self._client is not None:
-            route.making = self._spawn(self._make(route, self._client))
+        if self._client is None:
+            return None
+        route.making = self._spawn(self._make(route, self._client))
+        self._making.add(route.making)
+        route.making.add_done_callback(self._making.discard)
         return route.making
+
+    async def _settle(self) -> None:
+        """What was subscribed before is in force before what is said now."""
+        if self._making:
+            await asyncio.wait(self._making)
 
     async def _make(self, route: "_Route", client: nats.aio.client.Client) -> None:
         try:

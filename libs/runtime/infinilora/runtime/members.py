@@ -24,6 +24,7 @@ from infinilora.runtime.bus import Bus, NatsBus
 from infinilora.runtime.membership import Change, Member, Membership, of_kind
 
 CHANGES_LIMIT = 1000
+STOP_S = 1.0
 EVERYBODY: tuple[ProcessKind, ...] = ("gateway", "engine", "lora-server", "coordinator")
 
 
@@ -51,6 +52,7 @@ class Heart:
         finally:
             self._is_stopped = True
             self.beat_now()
+            await asyncio.wait([beating], timeout=STOP_S)
             executor.shutdown(wait=False)
 
     def beat_now(self) -> None:

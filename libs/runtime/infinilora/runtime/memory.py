@@ -4,6 +4,7 @@ They pass the contract suites of the real ones, encode every value as these do, 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from infinilora.runtime.store import (
     RemoveMember,
     Swap,
     Value,
+    decode,
     hottest,
     parse_lease,
 )
@@ -142,7 +144,7 @@ class MemoryStore:
 
     async def get(self, key: str, kind: type[T]) -> Value[T] | None:
         raw = self._read(key)
-        return None if raw is None else Value(msgspec.json.decode(raw, type=kind), raw)
+        return None if raw is None else Value(decode(key, raw, kind), raw)
 
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
         return [await self.get(key, kind) for key in wanted]
@@ -218,7 +220,7 @@ class MemoryStore:
 
     def _read(self, key: str) -> bytes | None:
         self._check_connected()
-        if self._expiry.get(key, self._clock()) < self._clock():
+        if self._expiry.get(key, math.inf) <= self._clock():
             self._drop(key)
         return self._values.get(key)
 

@@ -157,7 +157,7 @@ class RedisStore:
     async def get(self, key: str, kind: type[T]) -> Value[T] | None:
         async with self._deadline():
             raw = await self._redis.get(key)
-        return None if raw is None else Value(_decode(key, raw, kind), raw)
+        return None if raw is None else Value(decode(key, raw, kind), raw)
 
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
         if not wanted:
@@ -165,7 +165,7 @@ class RedisStore:
         async with self._deadline():
             raws = await self._redis.mget(wanted)
         pairs = zip(wanted, raws, strict=True)
-        return [None if raw is None else Value(_decode(key, raw, kind), raw) for key, raw in pairs]
+        return [None if raw is None else Value(decode(key, raw, kind), raw) for key, raw in pairs]
 
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
         async with self._deadline():
@@ -279,7 +279,7 @@ def parse_lease(text: str) -> Lease:
     return Lease(owner, int(epoch))
 
 
-def _decode(key: str, raw: bytes, kind: type[T]) -> T:
+def decode(key: str, raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,0 +1,266 @@
+"""What every store promises, in memory and over a real Redis-compatible server."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.protocol.ids import digest_of
+from infinilora.runtime.memory import MemoryStore
+from infinilora.runtime.store import AddMember, Effect, Lease, Raise, RedisStore, RemoveMember, Store
+from support.procs import ValkeyServer
+from support.waiting import eventually
+
+A, B, C = (digest_of(name.encode()) for name in "abc")
+
+
+class Record(msgspec.Struct, frozen=True):
+    name: str
+    number: int = 0
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.integration)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore()
+        return
+    server: ValkeyServer = request.getfixturevalue("redis_server")
+    async with RedisStore(server.url) as store:
+        yield store
+
+
+@pytest.fixture
+def key() -> str:
+    return f"test:{uuid4().hex}"
+
+
+async def test_what_was_put_is_what_is_got(store: Store, key: str) -> None:
+    assert await store.get(key, Record) is None
+    await store.put(key, Record("a", 1))
+    found = await store.get(key, Record)
+    assert found is not None
+    assert found.value == Record("a", 1)
+    assert found.raw == b'{"name":"a","number":1}'
+
+
+async def test_many_are_got_in_order_with_gaps(store: Store, key: str) -> None:
+    await store.put(f"{key}:1", Record("one"))
+    await store.put(f"{key}:3", Record("three"))
+    found = await store.get_many([f"{key}:{n}" for n in (1, 2, 3)], Record)
+    assert [value.value.name if value else None for value in found] == ["one", None, "three"]
+    assert await store.get_many([], Record) == []
+
+
+async def test_a_value_with_a_time_to_live_goes_by_itself(store: Store, key: str) -> None:
+    await store.put(key, Record("a"), ttl_s=0.05)
+    assert await store.get(key, Record) is not None
+
+    async def is_gone() -> bool:
+        return await store.get(key, Record) is None
+
+    await eventually(is_gone, "the value expires")
+
+
+async def test_compare_and_set_creates_only_what_is_not_there(store: Store, key: str) -> None:
+    assert await store.compare_and_set(key, None, Record("first"))
+    assert not await store.compare_and_set(key, None, Record("second"))
+    found = await store.get(key, Record)
+    assert found is not None
+    assert found.value == Record("first")
+
+
+async def test_compare_and_set_writes_only_over_what_was_read(store: Store, key: str) -> None:
+    await store.put(key, Record("a", 1))
+    read = await store.get(key, Record)
+    assert read is not None
+    assert await store.compare_and_set(key, read.raw, Record("a", 2))
+    assert not await store.compare_and_set(key, read.raw, Record("a", 3))
+
+
+async def test_effects_happen_with_the_write_or_not_at_all(store: Store, key: str) -> None:
+    index, revision = f"{key}:index", f"{key}:revision"
+    also: list[Effect] = [AddMember(index, "t/a"), Raise(revision), AddMember(index, "t/b"), Raise(revision)]
+    done = await store.compare_and_set(key, None, Record("a"), also=also)
+    assert done.counters == (1, 2)
+    refused = await store.compare_and_set(key, None, Record("b"), also=[AddMember(index, "t/c"), Raise(revision)])
+    assert not refused
+    assert refused.counters == ()
+    assert await store.members(index) == {"t/a", "t/b"}
+    assert await store.counter(revision) == 2
+
+
+async def test_delete_if_takes_the_record_and_its_index_entry(store: Store, key: str) -> None:
+    index, revision = f"{key}:index", f"{key}:revision"
+    await store.compare_and_set(key, None, Record("a"), also=[AddMember(index, "t/a")])
+    read = await store.get(key, Record)
+    assert read is not None
+    assert not await store.delete_if(key, b"other", also=[RemoveMember(index, "t/a")])
+    done = await store.delete_if(key, read.raw, also=[RemoveMember(index, "t/a"), Raise(revision)])
+    assert done.counters == (1,)
+    assert await store.get(key, Record) is None
+    assert await store.members(index) == set()
+
+
+async def test_of_many_writers_each_round_exactly_one_wins(store: Store, key: str) -> None:
+    await store.put(key, Record("n", 0))
+    wins = 0
+
+    async def bump() -> None:
+        nonlocal wins
+        for _ in range(10):
+            read = await store.get(key, Record)
+            assert read is not None
+            if await store.compare_and_set(key, read.raw, Record("n", read.value.number + 1)):
+                wins += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(bump())
+    found = await store.get(key, Record)
+    assert found is not None
+    assert found.value.number == wins > 0
+
+
+async def test_a_value_of_another_shape_is_named(store: Store, key: str) -> None:
+    await store.put(key, {"something": "else"})
+    with pytest.raises(Internal, match=r"not a Record"):
+        await store.get(key, Record)
+
+
+# Heat
+
+
+async def test_heat_halves_in_a_half_life(store: Store, key: str) -> None:
+    await store.add_heat(key, A, 60, 10, 1000.0)
+    at_once = (await store.heat(key, 60, 1000.0, 10))[A]
+    later = (await store.heat(key, 60, 1060.0, 10))[A]
+    assert at_once == pytest.approx(10 * math.log(2) / 60)
+    assert later == pytest.approx(at_once / 2)
+
+
+async def test_a_steady_stream_shows_its_rate(store: Store, key: str) -> None:
+    for second in range(600):
+        await store.add_heat(key, A, 30, 5, 1000.0 + second)
+    assert (await store.heat(key, 30, 1599.5, 10))[A] == pytest.approx(5, rel=0.02)
+
+
+async def test_heat_is_the_same_in_whatever_order_it_is_added(store: Store, key: str) -> None:
+    events = [(1.0, 1000.0), (2.0, 1030.0), (4.0, 1010.0), (8.0, 1100.0), (16.0, 1005.0)]
+    for amount, now in events:
+        await store.add_heat(key, A, 60, amount, now)
+    for amount, now in reversed(events):
+        await store.add_heat(key, B, 60, amount, now)
+    found = await store.heat(key, 60, 1100.0, 10)
+    exact = sum(amount * 2 ** ((now - 1100.0) / 60) for amount, now in events) * math.log(2) / 60
+    assert found[A] == pytest.approx(exact, rel=1e-12)
+    assert found[B] == pytest.approx(exact, rel=1e-12)
+
+
+async def test_heat_counts_every_one_of_many_writers(store: Store, key: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        for writer in range(20):
+            for _ in range(10):
+                group.create_task(store.add_heat(key, A, 60, 1, 1000.0 + writer % 3))
+    per_stamp = [sum(10 for writer in range(20) if writer % 3 == late) for late in range(3)]
+    exact = sum(count * 2 ** ((late - 2) / 60) for late, count in enumerate(per_stamp)) * math.log(2) / 60
+    assert (await store.heat(key, 60, 1002.0, 1))[A] == pytest.approx(exact, rel=1e-9)
+
+
+async def test_the_hottest_come_first_and_the_cold_are_forgotten(store: Store, key: str) -> None:
+    await store.add_heat(key, A, 10, 1, 1000.0)
+    await store.add_heat(key, B, 10, 5, 1000.0)
+    await store.add_heat(key, C, 10, 3, 1000.0)
+    assert list(await store.heat(key, 10, 1000.0, 2)) == [B, C]
+    assert await store.heat(key, 10, 2000.0, 10) == {}
+
+
+# Leases
+
+
+async def test_a_lease_has_one_owner_and_each_holding_a_higher_epoch(store: Store, key: str) -> None:
+    epochs = f"{key}:epoch"
+    assert await store.acquire_lease(key, "c1", 5, epoch_key=epochs) == 1
+    assert await store.acquire_lease(key, "c2", 5, epoch_key=epochs) is None
+    assert await store.lease(key) == Lease("c1", 1)
+    assert await store.release_lease(key, "c1", 1)
+    assert await store.lease(key) is None
+    assert await store.acquire_lease(key, "c2", 5, epoch_key=epochs) == 2
+    assert await store.counter(epochs) == 2
+
+
+async def test_only_the_holder_of_this_epoch_renews_or_releases(store: Store, key: str) -> None:
+    epochs = f"{key}:epoch"
+    await store.acquire_lease(key, "c1", 5, epoch_key=epochs)
+    assert await store.renew_lease(key, "c1", 1, 5)
+    assert not await store.renew_lease(key, "c2", 1, 5)
+    assert not await store.renew_lease(key, "c1", 2, 5)
+    assert not await store.release_lease(key, "c1", 2)
+    assert await store.lease(key) == Lease("c1", 1)
+
+
+async def test_a_lease_that_is_not_renewed_is_free_again(store: Store, key: str) -> None:
+    epochs = f"{key}:epoch"
+    await store.acquire_lease(key, "c1", 0.05, epoch_key=epochs)
+
+    async def taken() -> bool:
+        return await store.acquire_lease(key, "c2", 5, epoch_key=epochs) == 2
+
+    await eventually(taken, "the lease runs out")
+    assert not await store.renew_lease(key, "c1", 1, 5)
+
+
+async def test_of_many_that_want_a_lease_one_gets_it(store: Store, key: str) -> None:
+    epochs = f"{key}:epoch"
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(store.acquire_lease(key, f"c{n}", 5, epoch_key=epochs)) for n in range(10)]
+    assert sorted(str(task.result()) for task in tasks) == ["1"] + ["None"] * 9
+
+
+# Away
+
+
+@pytest.fixture(params=["killed", "frozen"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.integration
+async def test_a_store_that_is_gone_answers_within_a_second_and_loses_nothing(tmp_path: Path, how: str) -> None:
+    server = ValkeyServer(tmp_path / "valkey").start()
+    loop = asyncio.get_running_loop()
+    try:
+        async with RedisStore(server.url) as store:
+            assert await store.compare_and_set("k", None, Record("kept"), also=[AddMember("index", "k")])
+            server.kill() if how == "killed" else server.freeze()
+            for _ in range(4):
+                started = loop.time()
+                with pytest.raises(Unavailable, match="store"):
+                    await store.get("k", Record)
+                assert loop.time() - started < 2.0
+            assert not store.is_connected
+            await asyncio.to_thread(server.start) if how == "killed" else server.thaw()
+
+            async def is_back() -> bool:
+                try:
+                    found = await store.get("k", Record)
+                except Unavailable:
+                    return False
+                return found is not None and found.value == Record("kept")
+
+            await eventually(is_back, "the store is back")
+            assert store.is_connected
+            assert await store.members("index") == {"k"}
+    finally:
+        server.kill()
+
+
+async def test_the_memory_store_can_be_away_too(key: str) -> None:
+    store = MemoryStore()
+    store.is_connected = False
+    with pytest.raises(Unavailable, match="away"):
+        await store.get(key, Record)
