@@ -1,0 +1,148 @@
+"""Expand on a device: out[row, columns of part] (+)= scale · weight · (Σ_s v[s, row, part]) · Bt[slot, part, expert].
+
+Each part writes its own slice of the columns. The scale is fp32 and is applied once, to the fp32 sum. v keeps
+its fp32 precision against 16-bit weights too: it is multiplied as the sum of two bf16 halves.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilora.kernels.shrink import rank_block, weights_pointer
+from infinilora.kernels.site_table import FIELDS, SiteTable
+
+SMALL_COLUMNS, LARGE_COLUMNS = 64, 128
+
+
+@triton.jit
+def expand_kernel(
+    v,
+    out,
+    tiles,
+    order,
+    pair_weights,
+    records,
+    v_plane,
+    v_stride,
+    v_part,
+    out_stride,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    GATHER: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of rows, one block of output columns of one part; all ranks.
+
+    v fp32 [SPLITS, rows or pairs, PARTS x v_part]; out [rows or pairs, columns]; tiles int32 [n, 4].
+    """
+    tile = tiles + tl.program_id(0) * 4
+    start, rows, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if rows == 0:
+        return
+    part = tl.program_id(1) % PARTS
+    record = records + (slot.to(tl.int64) * PARTS + part) * FIELDS
+    rank = tl.load(record + 2).to(tl.int32)
+    out_dim = tl.load(record + 4).to(tl.int32)
+    first = (tl.program_id(1) // PARTS) * BLOCK_N
+    if first >= out_dim:
+        return
+    if tl.load(record + 6) != KIND:
+        return
+    expert = tl.load(tile + 3).to(tl.int64)
+    bt = weights_pointer(tl.load(record + 1), KIND, ALIGNED) + expert * tl.load(record + 8)
+
+    m = tl.arange(0, BLOCK_M)
+    in_tile = m < rows
+    row = tl.load(order + start + m, mask=in_tile, other=0) if GATHER else start + m
+    row = row.to(tl.int64)
+    n = first + tl.arange(0, BLOCK_N)
+    v_rows = v + row[:, None] * v_stride + part * v_part
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for r0 in range(0, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        v_mask = in_tile[:, None] & (r < rank)[None, :]
+        v_block = tl.load(v_rows + r[None, :], mask=v_mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            v_block += tl.load(v_rows + split * v_plane + r[None, :], mask=v_mask, other=0.0)
+        bt_block = tl.load(
+            bt + r[:, None].to(tl.int64) * out_dim + n[None, :],
+            mask=(r < rank)[:, None] & (n < out_dim)[None, :],
+            other=0.0,
+        )
+        if KIND == 1:
+            high = v_block.to(tl.bfloat16)
+            low = (v_block - high.to(tl.float32)).to(tl.bfloat16)
+            if UPCAST:
+                acc = tl.dot(high.to(tl.float32), bt_block.to(tl.float32), acc)
+                acc = tl.dot(low.to(tl.float32), bt_block.to(tl.float32), acc)
+            else:
+                acc = tl.dot(high, bt_block, acc)
+                acc = tl.dot(low, bt_block, acc)
+        else:
+            acc = tl.dot(v_block, bt_block.to(tl.float32), acc, input_precision="tf32x3")
+    acc *= tl.load(record + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    if WEIGHTED:
+        acc *= tl.load(pair_weights + row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
+    offset = tl.load(record + 3).to(tl.int32)
+    out_block = out + row[:, None] * out_stride + offset + n[None, :]
+    mask = in_tile[:, None] & (n < out_dim)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_block, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_block, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def expand(
+    table: SiteTable,
+    v: Tensor,
+    out: Tensor,
+    tiles: Tensor,
+    *,
+    order: Tensor | None,
+    pair_weights: Tensor | None,
+    accumulate: bool,
+    block_rows: int,
+) -> None:
+    """Launch on every dtype bound in `table`. Writes only the rows of tiles and the columns of bound parts.
+
+    v as `shrink` returned it for the same tiles; out [rows or pairs, columns], contiguous in its rows.
+    `pair_weights` fp32 [pairs] multiplies each row once.
+    """
+    block_n = LARGE_COLUMNS if block_rows > rank_block(1) else SMALL_COLUMNS
+    grid = (len(tiles), table.num_parts * triton.cdiv(table.out_dim, block_n))
+    for kind in table.kinds:
+        expand_kernel[grid](
+            v,
+            out,
+            tiles,
+            tiles if order is None else order,
+            v if pair_weights is None else pair_weights,
+            table.records,
+            v.stride(0),
+            v.stride(1),
+            v.stride(2),
+            out.stride(0),
+            PARTS=table.num_parts,
+            FIELDS=FIELDS,
+            KIND=kind,
+            ALIGNED=table.is_aligned(kind),
+            GATHER=order is not None,
+            WEIGHTED=pair_weights is not None,
+            ACCUMULATE=accumulate,
+            UPCAST=bool(triton.knobs.runtime.interpret),
+            SPLITS=v.shape[0],
+            BLOCK_M=block_rows,
+            BLOCK_R=rank_block(table.max_rank),
+            BLOCK_N=block_n,
+            num_warps=4,
+            num_stages=2,
+        )

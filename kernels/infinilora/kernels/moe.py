@@ -1,0 +1,175 @@
+"""LoRA of experts on a device, for the rows of all adapters at once: (adapter, expert) is one virtual expert.
+
+    gate_up   out[t, j]    (+)= delta of x[t] through (slot of t, topk_ids[t, j])
+    down      out[t]       (+)= Σ_j topk_weights[t, j] · delta of act[t, j] through (slot of t, topk_ids[t, j])
+
+One shrink and one expand launch a site. `down` writes the weighted delta of every pair and sums a row's pairs
+in their order: no atomics. `dense` is here too: the same kernels, whose tiles are segments of rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilora.kernels.expand import expand
+from infinilora.kernels.shrink import shrink
+from infinilora.kernels.site_table import FIELDS, SiteTable
+from infinilora.kernels.tiles import PairTiles, StepRows
+
+COLUMNS = 256
+
+
+def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out[t] (+)= scale · (x[t] · Aᵀ) · Bt of the slot of t; x [T, in], out [T, out_dim] fp32 or x's dtype.
+
+    Rows in no segment and columns of no bound part get nothing: zeros unless `accumulate`.
+    """
+    if not accumulate and not (rows.is_gapless and table.covers(rows.slots)):
+        out.zero_()
+    if not len(rows.tiles) or not table.max_rank:
+        return
+    v = shrink(
+        table, _dense_rows(x), rows.tiles, order=None, top_k=1, num_rows=rows.num_rows, block_rows=rows.block_rows
+    )
+    expand(table, v, out, rows.tiles, order=None, pair_weights=None, accumulate=accumulate, block_rows=rows.block_rows)
+
+
+def moe_gate_up(
+    table: SiteTable, rows: StepRows, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+) -> None:
+    """The delta of gate and up. x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f], contiguous.
+
+    An id outside 0..E-1 adds nothing.
+    """
+    if not accumulate:
+        out.zero_()
+    if not len(rows.tiles) or not table.max_rank:
+        return
+    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
+    top_k, flat = topk_ids.shape[1], out.view(-1, out.shape[-1])
+    v = shrink(
+        table,
+        _dense_rows(x),
+        pairs.tiles,
+        order=pairs.order,
+        top_k=top_k,
+        num_rows=len(flat),
+        block_rows=pairs.block_rows,
+    )
+    expand(
+        table,
+        v,
+        flat,
+        pairs.tiles,
+        order=pairs.order,
+        pair_weights=None,
+        accumulate=accumulate,
+        block_rows=pairs.block_rows,
+    )
+
+
+def moe_down(
+    table: SiteTable,
+    rows: StepRows,
+    act: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """The delta of down, weighted and summed over k. act [T, k, f]; topk_ids int32, topk_weights [T, k]; out [T, h], contiguous in its rows."""
+    if not len(rows.tiles) or not table.max_rank:
+        if not accumulate:
+            out.zero_()
+        return
+    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
+    num_pairs = topk_ids.numel()
+    weighted = torch.empty(num_pairs, table.out_dim, dtype=torch.float32, device=out.device)
+    flat = _dense_rows(act.reshape(num_pairs, act.shape[-1]))
+    v = shrink(table, flat, pairs.tiles, order=pairs.order, top_k=1, num_rows=num_pairs, block_rows=pairs.block_rows)
+    expand(
+        table,
+        v,
+        weighted,
+        pairs.tiles,
+        order=pairs.order,
+        pair_weights=topk_weights.to(torch.float32).contiguous(),
+        accumulate=False,
+        block_rows=pairs.block_rows,
+    )
+    sum_pairs(table, rows, weighted, topk_ids, out, accumulate=accumulate)
+
+
+@triton.jit
+def sum_pairs_kernel(
+    weighted,
+    out,
+    topk_ids,
+    slot_index,
+    slot_list,
+    records,
+    num_slots,
+    num_experts,
+    columns,
+    out_stride,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[t] (+)= Σ_j weighted[t · TOP_K + j] over the choices that have weights. One program: a row, some columns."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    index = tl.load(slot_index + t)
+    if index < num_slots:
+        slot = tl.load(slot_list + index).to(tl.int64)
+        bound = n < 0
+        for part in tl.static_range(PARTS):
+            record = records + (slot * PARTS + part) * FIELDS
+            first, out_dim = tl.load(record + 3), tl.load(record + 4)
+            bound = bound | ((tl.load(record + 2) > 0) & (n >= first) & (n < first + out_dim))
+        for j in range(TOP_K):
+            expert = tl.load(topk_ids + t * TOP_K + j)
+            exists = (expert >= 0) & (expert < num_experts)
+            pair = weighted + (t * TOP_K + j) * columns + n
+            acc += tl.load(pair, mask=bound & exists, other=0.0)
+    row = out + t * out_stride + n
+    if ACCUMULATE:
+        acc += tl.load(row, mask=n < columns, other=0.0).to(tl.float32)
+    tl.store(row, acc.to(out.dtype.element_ty), mask=n < columns)
+
+
+def sum_pairs(
+    table: SiteTable, rows: StepRows, weighted: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+) -> None:
+    """Sum each row's pairs of weighted fp32 [T · k, h] into out [T, h], all of whose elements are written."""
+    grid = (rows.num_rows, triton.cdiv(table.out_dim, COLUMNS))
+    sum_pairs_kernel[grid](
+        weighted,
+        out,
+        topk_ids.contiguous(),
+        rows.slot_index,
+        rows.slot_list,
+        table.records,
+        len(rows.slots),
+        table.num_experts,
+        table.out_dim,
+        out.stride(0),
+        PARTS=table.num_parts,
+        FIELDS=FIELDS,
+        TOP_K=topk_ids.shape[1],
+        ACCUMULATE=accumulate,
+        BLOCK_N=COLUMNS,
+        num_warps=4,
+    )
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Return x itself if its rows are contiguous, as the kernels want them."""
+    return x if x.stride(-1) == 1 else x.contiguous()

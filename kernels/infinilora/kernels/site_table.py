@@ -1,0 +1,101 @@
+"""Where the weights of a site are, as the Triton kernels read it: one record of numbers for each (slot, part).
+
+    table [num_slots, num_parts, FIELDS] int64 on the device, read by every program of a launch
+
+A record holds addresses and the true rank, so one launch serves adapters of unlike ranks without padding and
+without a copy. Rank 0 means: nothing is bound here. Knows no kernel; holds no weights (the caller does).
+"""
+
+import struct
+
+import torch
+from torch import Tensor
+
+from infinilora.kernels.batch import SiteWeights
+
+A_ADDRESS, BT_ADDRESS, RANK, OUT_OFFSET, OUT_DIM, SCALE_BITS, KIND, A_EXPERT, BT_EXPERT, FIELDS = range(10)
+"""The fields of a record. Scale is the fp32 bit pattern; the last two are elements from expert to expert."""
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtype of a record's weights is KINDS[kind]; the kernels spell the numbers out."""
+
+_VECTOR_BYTES = 16
+
+
+class SiteTable:
+    """The records of one (layer, site) on one device, and what of them the host knows. Bound whole, cleared whole.
+
+    Records are written on the current stream: a slot may change while launches that do not name it run.
+    """
+
+    def __init__(
+        self, *, num_slots: int, num_parts: int, in_dim: int, out_dim: int, device: torch.device | str
+    ) -> None:
+        self.num_slots = num_slots
+        self.num_parts = num_parts
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.num_experts = 0
+        self.records = torch.zeros(num_slots, num_parts, FIELDS, dtype=torch.int64, device=device)
+        self._bound: dict[int, SiteWeights] = {}
+
+    def bind(self, slot: int, parts: SiteWeights) -> None:
+        """From now on rows of `slot` get these parts, which must outlive the binding."""
+        if len(parts) > self.num_parts:
+            raise ValueError(f"{len(parts)} parts for a site of {self.num_parts}")
+        self._bound[slot] = parts
+        self.num_experts = parts[0].num_experts
+        rows = [_record(parts, index) for index in range(len(parts))]
+        rows += [[0] * FIELDS] * (self.num_parts - len(parts))
+        self.records[slot] = torch.tensor(rows, dtype=torch.int64)
+
+    def clear(self, slot: int) -> None:
+        """Rows of `slot` get nothing from now on."""
+        if self._bound.pop(slot, None) is not None:
+            self.records[slot] = 0
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._bound
+
+    @property
+    def max_rank(self) -> int:
+        return max((part.rank for parts in self._bound.values() for part in parts), default=0)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The dtypes bound at present; a launch is made for each, so more than one is right and slower."""
+        return tuple(sorted({KINDS.index(parts[0].a.dtype) for parts in self._bound.values()}))
+
+    def is_aligned(self, kind: int) -> bool:
+        """Whether every row of every A and Bt of this dtype may be read in vectors of 16 bytes."""
+        return all(
+            _aligned(tensor)
+            for parts in self._bound.values()
+            for part in parts
+            for tensor in (part.a, part.bt)
+            if tensor.dtype == KINDS[kind]
+        )
+
+    def covers(self, slots: frozenset[int]) -> bool:
+        """Whether the parts of each of these slots fill every output column."""
+        return all(
+            slot in self._bound and sum(part.out_dim for part in self._bound[slot]) == self.out_dim for slot in slots
+        )
+
+
+def _record(parts: SiteWeights, index: int) -> list[int]:
+    part = parts[index]
+    record = [0] * FIELDS
+    record[A_ADDRESS], record[BT_ADDRESS] = part.a.data_ptr(), part.bt.data_ptr()
+    record[RANK], record[OUT_OFFSET], record[OUT_DIM] = part.rank, part.out_offset, part.out_dim
+    record[SCALE_BITS] = int.from_bytes(struct.pack("<f", part.scale), "little", signed=True)
+    record[KIND] = KINDS.index(part.a.dtype)
+    if part.num_experts:
+        record[A_EXPERT], record[BT_EXPERT] = part.a.stride(0), part.bt.stride(0)
+    return record
+
+
+def _aligned(tensor: Tensor) -> bool:
+    width = tensor.element_size()
+    strides = [tensor.shape[-1], tensor.stride(0) if tensor.dim() == 3 else 0]
+    return tensor.data_ptr() % _VECTOR_BYTES == 0 and all(s * width % _VECTOR_BYTES == 0 for s in strides)
