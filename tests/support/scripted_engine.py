@@ -1,0 +1,140 @@
+"""An engine that says what a test tells it to, over real gRPC: `Engine.Generate` without a model.
+
+Its tokens are a function of (digest, seed, token index) or a script per digest, so that every answer can be
+foretold, continued elsewhere, and told apart from another adapter's.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from infinilora.protocol.control import Beat, EngineLoad
+from infinilora.protocol.errors import InfiniLoraError
+from infinilora.protocol.generate_pb2 import (
+    DESCRIPTOR,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    PromptLogprobs,
+    Token,
+    TokenLogprob,
+)
+from infinilora.protocol.ids import Fingerprint
+from infinilora.runtime.rpc import Call, serving
+
+SERVICE = DESCRIPTOR.services_by_name["Engine"]
+
+
+@dataclass
+class ScriptedEngine:
+    """One engine. Tests read `requests`, `running` and `cancelled`, and set the rest."""
+
+    base: Fingerprint
+    model: str
+    vocab_size: int
+    eos: int
+    id: str = "engine-0"
+    scripts: dict[str, list[int]] = field(default_factory=dict)
+    """What each digest ("": the base) says; after it comes the end. Without a script: `foretold` for ever."""
+    refuse: list[InfiniLoraError] = field(default_factory=list)
+    """Errors for the next calls, before their first event."""
+    lose_after: int | None = None
+    """Tokens after which the next call is lost, once."""
+    lost_with: InfiniLoraError | None = None
+    pause_after: int | None = None
+    """Tokens after which calls wait until `go` is set."""
+    emits_stop_token: bool = False
+    degrades: bool = False
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    running: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    address: str = ""
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    async def generate(self, request: GenerateRequest, call: Call) -> AsyncIterator[GenerateEvent]:
+        self.requests.append(request)
+        self.metadata.append(call.metadata)
+        if self.refuse:
+            raise self.refuse.pop(0)
+        self.running += 1
+        is_finished = False
+        try:
+            async for event in self._events(request):
+                is_finished = event.HasField("finished")
+                if is_finished:
+                    self.finished += 1
+                yield event
+        finally:
+            self.running -= 1
+            self.cancelled += not is_finished
+
+    def beat(self, seq: int) -> Beat:
+        return Beat(
+            kind="engine",
+            id=self.id,
+            incarnation=self.incarnation,
+            seq=seq,
+            state="ready",
+            address=self.address,
+            base=self.base,
+            model=self.model,
+            load=EngineLoad(running=self.running),
+        )
+
+    @asynccontextmanager
+    async def served(self, token: str = "") -> AsyncIterator["ScriptedEngine"]:
+        async with serving("127.0.0.1:0", [(SERVICE, self)], token=token, grace_s=0) as server:
+            self.address = server.address
+            yield self
+
+    async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        sampling, prompt = request.sampling, request.token_ids[: request.num_prompt_tokens]
+        if sampling.prompt_logprobs >= 0:
+            scored = [self._token(i, sampling.prompt_logprobs) for i in prompt[1:]]
+            yield GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=scored))
+        produced = len(request.token_ids) - len(prompt)
+        for index in range(produced, sampling.max_tokens):
+            token_id = self.foretold(request, index)
+            is_end = token_id in sampling.stop_token_ids or (token_id == self.eos and not sampling.ignore_eos)
+            if not is_end or self.emits_stop_token:
+                yield GenerateEvent(token=self._token(token_id, sampling.logprobs))
+            if is_end:
+                yield self._end(request, "stop", index + 1, token_id)
+                return
+            if self.lose_after is not None and index + 1 >= self.lose_after and self.lost_with:
+                self.lose_after = None
+                raise self.lost_with
+            if self.pause_after is not None and index + 1 >= self.pause_after:
+                await self.go.wait()
+        yield self._end(request, "length", sampling.max_tokens)
+
+    def foretold(self, request: GenerateRequest, index: int) -> int:
+        """The token at `index` of the answer; a fallback to the base says what the base would."""
+        digest = "" if self.degrades and request.fallback_base else request.digest
+        if (script := self.scripts.get(digest)) is not None:
+            return script[index] if index < len(script) else self.eos
+        seed = request.sampling.seed if request.sampling.temperature > 0 else 0
+        drawn = hashlib.sha256(f"{digest}/{seed}/{index}".encode()).digest()
+        return 3 + int.from_bytes(drawn[:4]) % (self.vocab_size - 3)
+
+    def _token(self, token_id: int, logprobs: int) -> Token:
+        if logprobs < 0:
+            return Token(id=token_id)
+        top = [TokenLogprob(id=(token_id + i) % self.vocab_size, logprob=-0.5 - i) for i in range(logprobs)]
+        return Token(id=token_id, logprob=-0.5, top=top)
+
+    def _end(self, request: GenerateRequest, reason: str, made: int, stop_id: int = 0) -> GenerateEvent:
+        finished = Finished(
+            reason=reason,
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=made,
+            degraded=self.degrades and request.fallback_base,
+            stop_token_id=stop_id,
+        )
+        return GenerateEvent(finished=finished)
