@@ -1,0 +1,80 @@
+"""Which rows of a step go where: pure, made once for a set of rows and kept while the same rows run.
+
+rows    | a a a | b | c c |   base   |
+span    |  group 0  | group 1 |            a span is a run of rows of one group
+range         | b |                        the rows of a span that some adapter adapts at (layer, site)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinilora.engine.lora.interface import AdapterRows
+from infinilora.protocol.adapter import Site
+from infinilora.protocol.errors import Internal
+from infinilora.protocol.ids import Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring segments under leases of one group, in row order."""
+
+    group: str
+    segments: tuple[AdapterRows, ...]
+
+    @property
+    def digests(self) -> frozenset[Digest]:
+        return frozenset(segment.lease.digest for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Rows [start, stop) of a step, within span number `span`."""
+
+    span: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """The spans of a step's rows and, for each site, the ranges to send. Raises Internal for rows out of order."""
+
+    def __init__(self, rows: Sequence[AdapterRows]) -> None:
+        self.rows = tuple(rows)
+        self.spans = tuple(_spans(self.rows))
+        self.num_rows = self.rows[-1].row_start + self.rows[-1].rows if rows else 0
+        self._ranges: dict[tuple[int, Site], tuple[Range, ...]] = {}
+
+    def ranges(self, layer: int, site: Site) -> tuple[Range, ...]:
+        """One range at most for each span; none where nothing is adapted."""
+        known = self._ranges.get((layer, site))
+        if known is None:
+            found = (_range(number, span, layer, site) for number, span in enumerate(self.spans))
+            known = self._ranges[layer, site] = tuple(r for r in found if r is not None)
+        return known
+
+
+def _spans(rows: Sequence[AdapterRows]) -> Iterator[Span]:
+    run: list[AdapterRows] = []
+    end = 0
+    for segment in rows:
+        if segment.row_start < end or segment.rows < 1:
+            raise Internal(f"rows of a step are out of order: {segment.row_start} comes after {end}")
+        if run and (segment.lease.group != run[0].lease.group or segment.row_start != end):
+            yield Span(run[0].lease.group, tuple(run))
+            run = []
+        run.append(segment)
+        end = segment.row_start + segment.rows
+    if run:
+        yield Span(run[0].lease.group, tuple(run))
+
+
+def _range(number: int, span: Span, layer: int, site: Site) -> Range | None:
+    adapting = [s for s in span.segments if _adapts(s, layer, site)]
+    if not adapting:
+        return None
+    return Range(number, adapting[0].row_start, adapting[-1].row_start + adapting[-1].rows)
+
+
+def _adapts(segment: AdapterRows, layer: int, site: Site) -> bool:
+    masks = segment.lease.layer_sites
+    return layer < len(masks) and bool(masks[layer] >> site & 1)

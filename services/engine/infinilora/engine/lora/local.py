@@ -1,0 +1,160 @@
+"""The coupled mode: adapters live in this process's own pool, and deltas are computed where they are added.
+
+The same pool, kernels and checks as a LoRA server's; what is missing is the other process. A delta is computed
+in `add`, straight into y: nothing runs beside the base product, so an own buffer would only cost.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infinilora.engine.lora.interface import (
+    AdapterRows,
+    Lease,
+    LeaseStatus,
+    LeaseView,
+    OnChange,
+    Routing,
+    StepLost,
+    StepPlan,
+    Ticket,
+)
+from infinilora.engine.lora.layout import Layout, Range
+from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
+from infinilora.pool.pool import AdapterPool, LeaseState
+from infinilora.protocol.adapter import Site
+from infinilora.protocol.errors import AdapterError
+from infinilora.protocol.ids import Digest
+
+HOLDER = "engine"
+GROUP = "local"
+
+
+class LocalPlan:
+    """One step's rows as the pool's execution takes them."""
+
+    def __init__(self, layout: Layout, step_id: int) -> None:
+        self.layout = layout
+        self.work = StepWork(step_id, [_tenancy(segment) for segment in layout.rows])
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.num_rows
+
+    def adapts(self, layer: int, site: Site) -> bool:
+        return bool(self.layout.ranges(layer, site))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTicket:
+    """A delta not computed yet, and what it is computed from."""
+
+    plan: LocalPlan
+    layer: int
+    site: Site
+    x: Tensor
+    routing: Routing | None
+    ranges: tuple[Range, ...]
+
+
+class LocalLora:
+    """The LoraBackend over a pool, which it does not own. Its one holder there is this engine."""
+
+    def __init__(self, pool: AdapterPool, on_change: OnChange) -> None:
+        self._pool = pool
+        self._grants = pool.grants(HOLDER)
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._holders: dict[Digest, int] = {}
+        self._states: dict[Digest, LeaseState] = {}
+        self._layout = Layout(())
+        self._steps = 0
+        self._open_plans = 0
+
+    def want(self, digest: Digest) -> None:
+        self._holders[digest] = self._holders.get(digest, 0) + 1
+        if self._holders[digest] == 1:
+            self._pool.lease(HOLDER, digest, self._changed)
+
+    def drop(self, digest: Digest) -> None:
+        self._holders[digest] -= 1
+        if not self._holders[digest]:
+            del self._holders[digest]
+            self._pool.release(HOLDER, digest)
+            with self._lock:
+                self._states.pop(digest, None)
+
+    def view(self, digest: Digest) -> LeaseView:
+        with self._lock:
+            state = self._states.get(digest)
+        if state is None:
+            return LeaseView(LeaseStatus.WAITING)
+        if state.error is not None:
+            return LeaseView(LeaseStatus.FAILED, error=state.error)
+        lease = Lease(digest, GROUP, state.slot, state.slot_generation, state.layer_sites)
+        if state.is_resident:
+            return LeaseView(LeaseStatus.RESIDENT, lease)
+        return LeaseView(LeaseStatus.ADMISSIBLE if state.is_admissible else LeaseStatus.WAITING, lease)
+
+    def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> StepPlan | None:  # noqa: ARG002
+        if not rows:
+            return None
+        if self._layout.rows != tuple(rows):
+            self._layout = Layout(rows)
+        self._steps += 1
+        self._open_plans += 1
+        return LocalPlan(self._layout, self._steps)
+
+    def submit(
+        self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
+    ) -> Ticket | None:
+        assert isinstance(plan, LocalPlan)
+        ranges = plan.layout.ranges(layer, site)
+        return LocalTicket(plan, layer, site, x, routing, ranges) if ranges else None
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None:
+        if ticket is None:
+            return
+        assert isinstance(ticket, LocalTicket)
+        for rows in ticket.ranges:
+            self._compute(ticket, y, rows)
+
+    def _compute(self, ticket: LocalTicket, y: Tensor, rows: Range) -> None:
+        at, routing = slice(rows.start, rows.stop), ticket.routing
+        call = SiteCall(
+            ticket.layer,
+            ticket.site,
+            rows.start,
+            ticket.x[at],
+            y[at],
+            None if routing is None else routing.topk_ids[at],
+            None if routing is None else routing.topk_weights[at],
+        )
+        try:
+            execute(self._pool.kernels, self._grants, ticket.plan.work, call, accumulate=True)
+        except AdapterError as error:
+            raise StepLost(ticket.plan.layout.spans[rows.span].digests, error.message) from error
+
+    def end(self, plan: StepPlan) -> None:  # noqa: ARG002
+        self._open_plans -= 1
+
+    def close(self) -> None:
+        """Give every lease up; the pool stays open."""
+        self._pool.drop(HOLDER)
+
+    def check(self) -> None:
+        assert not self._holders, f"adapters are still held: {self._holders}"
+        assert not self._open_plans, f"{self._open_plans} steps were never ended"
+        self._pool.check()
+
+    def _changed(self, state: LeaseState) -> None:
+        """From any thread, under the pool's lock."""
+        with self._lock:
+            self._states[state.digest] = state
+        self._on_change()
+
+
+def _tenancy(segment: AdapterRows) -> TenancyRows:
+    return TenancyRows(segment.row_start, segment.rows, segment.lease.slot, segment.lease.slot_generation)

@@ -1,0 +1,376 @@
+"""Deltas computed by LoRA servers: leases over control streams, activations over links.
+
+    asyncio loop                              step thread
+      a GroupLink for every known group         want / drop / view            the book, under its lock
+      reconcile(): book -> lease messages       begin / submit / add / end    the links' EngineEnds
+      messages  -> book
+
+A link that dies takes its leases with it: they go back to WAITING and are asked of another group, or of the
+same one when it is back. A step that waited on it gets StepLost and is run again.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from infinilora.engine.lora.book import LeaseBook
+from infinilora.engine.lora.choose import Group, choose_group
+from infinilora.engine.lora.deadlines import RunningP99, site_deadline_s
+from infinilora.engine.lora.grouplink import GroupLink, Identity, open_link
+from infinilora.engine.lora.interface import (
+    AdapterRows,
+    Lease,
+    LeaseView,
+    OnChange,
+    Routing,
+    StepLost,
+    StepPlan,
+    Ticket,
+)
+from infinilora.engine.lora.layout import Layout, Span
+from infinilora.link import ends
+from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
+from infinilora.link.frame import NO_TRACE, PlanSegment
+from infinilora.link.open import LinkSettings
+from infinilora.protocol import lora_pb2
+from infinilora.protocol.adapter import BaseCard, Site
+from infinilora.protocol.control import Placement
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Internal, WireError, from_wire
+from infinilora.protocol.ids import Digest
+from infinilora.runtime.rpc import Channels, Message
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 0.5
+
+
+class RemotePlan:
+    """One step: its layout, and for each span the link it goes over (None: that link was gone at the start)."""
+
+    def __init__(self, step_id: int, layout: Layout, links: tuple[GroupLink | None, ...]) -> None:
+        self.step_id = step_id
+        self.layout = layout
+        self.links = links
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.num_rows
+
+    def adapts(self, layer: int, site: Site) -> bool:
+        return bool(self.layout.ranges(layer, site))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of one span on their way; `ticket` None: they never left."""
+
+    span: Span
+    rows: slice
+    link: GroupLink | None
+    ticket: ends.Ticket | None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTicket:
+    """A site call on its way to one or more groups."""
+
+    site: Site
+    parts: tuple[_Part, ...]
+    sent_at: float
+
+
+class RemoteLora:
+    """The LoraBackend over LoRA server groups. `run` keeps its links; it belongs to the asyncio loop."""
+
+    def __init__(
+        self,
+        card: BaseCard,
+        identity: Identity,
+        *,
+        channels: Channels,
+        link: LinkSettings,
+        on_change: OnChange,
+    ) -> None:
+        self._geometry = card.geometry()
+        self._identity = identity
+        self._channels = channels
+        self._link_settings = link
+        self._on_change = on_change
+        self._book = LeaseBook()
+        self._lock = threading.Lock()
+        self._links: dict[str, GroupLink] = {}
+        self._groups: dict[str, Group] = {}
+        self._placement: Placement | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fleet_changed = asyncio.Event()
+        self._p99 = {site: RunningP99() for site in Site}
+        self._layout = Layout(())
+        self._steps = 0
+        self._open_plans = 0
+
+    # The asyncio loop: fleet, links, lease messages ------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a link to every group until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        keepers: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._fleet_changed.clear()
+                for name in self._groups.keys() - keepers.keys():
+                    keepers[name] = tasks.create_task(self._keep(name), name=f"link to {name}")
+                for name in keepers.keys() - self._groups.keys():
+                    keepers.pop(name).cancel()
+                await self._fleet_changed.wait()
+
+    def update_groups(self, groups: Sequence[Group]) -> None:
+        """The groups of this engine's base that may be used now. An open link outlives its group's silence."""
+        known = {group.name: group for group in groups}
+        with self._lock:
+            open_links = set(self._links)
+        self._groups = {
+            name: known.get(name) or self._groups[name] for name in known.keys() | (open_links & self._groups.keys())
+        }
+        self._fleet_changed.set()
+
+    def update_placement(self, placement: Placement) -> None:
+        """Take a newer placement table; an older one is ignored."""
+        held = self._placement
+        if placement.base == self._identity.base and (
+            held is None or (placement.epoch, placement.revision) > (held.epoch, held.revision)
+        ):
+            self._placement = placement
+
+    @property
+    def open_links(self) -> dict[str, str]:
+        """Group -> back-end, of the links that are open."""
+        with self._lock:
+            return {name: link.backend for name, link in self._links.items() if link.is_alive}
+
+    async def _keep(self, name: str) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while name in self._groups:
+            group = self._groups[name]
+            try:
+                async with open_link(self._channels, name, group.address, self._identity, self._link_settings) as link:
+                    backoff_s = FIRST_BACKOFF_S
+                    await self._live(link)
+                    logger.warning("link ended", extra={"group": name, "reason": link.reason})
+            except (InfiniLoraError, OSError) as error:
+                logger.warning("no link", extra={"group": name, "reason": str(error)})
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _live(self, link: GroupLink) -> None:
+        with self._lock:
+            self._links[link.group] = link
+        self._reconcile()
+        try:
+            await link.run(partial(self._take, link))
+        finally:
+            self._forget(link, link.reason)
+
+    def _take(self, link: GroupLink, message: Message) -> None:
+        match message.WhichOneof("message"):
+            case "granted":
+                news = message.granted
+                self._book.grant(
+                    Lease(
+                        Digest(news.digest),
+                        link.group,
+                        news.slot,
+                        news.slot_generation,
+                        tuple(news.layer_sites),
+                    )
+                )
+            case "layers":
+                ready = message.layers
+                self._book.layers_ready(
+                    link.group,
+                    Digest(ready.digest),
+                    slot=ready.slot,
+                    slot_generation=ready.slot_generation,
+                    count=ready.count,
+                )
+            case "failed":
+                self._refused(link.group, message.failed)
+            case other:
+                raise Internal(f"group {link.group} sent {other!r} after its welcome")
+        self._on_change()
+
+    def _refused(self, group: str, failed: Message) -> None:
+        """A failure that another group may not share is tried there; one of the adapter itself is final."""
+        digest = Digest(failed.digest)
+        error = from_wire(WireError(code=failed.code, message=failed.message))
+        elsewhere = choose_group(digest, self._candidates(), self._placement, self._book.refused_by(digest) | {group})
+        is_final = not error.retryable or elsewhere is None
+        extra = {"adapter_id": digest, "group": group, "code": failed.code, "reason": failed.message}
+        logger.warning("lease refused", extra=extra)
+        self._book.refuse(group, digest, error, is_final=is_final)
+        if not is_final:
+            self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Tell the groups what the book says: give up what nobody wants, ask for what nobody was asked for."""
+        with self._lock:
+            for digest, group in self._book.take_unwanted():
+                self._send(group, lora_pb2.EngineMessage(release=lora_pb2.LeaseRelease(digest=digest)))
+            for digest, refused_by in self._book.unasked():
+                chosen = choose_group(digest, self._candidates(), self._placement, refused_by)
+                if chosen is not None:
+                    self._book.ask(digest, chosen)
+                    self._send(chosen, lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest=digest)))
+
+    def _candidates(self) -> list[Group]:
+        """Groups with a link that is open now."""
+        return [self._groups[n] for n, link in self._links.items() if link.is_alive and n in self._groups]
+
+    def _send(self, group: str, message: Message) -> None:
+        link = self._links.get(group)
+        if link is not None:
+            link.send(message)
+
+    def _forget(self, link: GroupLink, reason: str) -> None:
+        """The link is dead, and every lease it carried. Any thread; harmless when repeated."""
+        with self._lock:
+            if self._links.get(link.group) is not link:
+                return
+            del self._links[link.group]
+            self._book.group_lost(link.group)
+        link.die(reason)
+        self._wake_loop()
+        self._on_change()
+
+    def _wake_loop(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._reconcile)
+
+    # The step thread ------------------------------------------------------------------------------
+
+    def want(self, digest: Digest) -> None:
+        if self._book.want(digest):
+            self._wake_loop()
+
+    def drop(self, digest: Digest) -> None:
+        if self._book.drop(digest):
+            self._wake_loop()
+
+    def view(self, digest: Digest) -> LeaseView:
+        return self._book.view(digest)
+
+    def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> StepPlan | None:
+        if not rows:
+            return None
+        if self._layout.rows != tuple(rows):
+            self._layout = Layout(rows)
+        self._steps += 1
+        self._open_plans += 1
+        with self._lock:
+            links = {span.group: self._links.get(span.group) for span in self._layout.spans}
+        for group, link in links.items():
+            if link is not None and not self._send_plan(link, trace or NO_TRACE):
+                links[group] = None
+        return RemotePlan(self._steps, self._layout, tuple(links[span.group] for span in self._layout.spans))
+
+    def _send_plan(self, link: GroupLink, trace: bytes) -> bool:
+        segments = [
+            PlanSegment(s.row_start, s.rows, s.lease.slot, s.lease.slot_generation)
+            for span in self._layout.spans
+            if span.group == link.group
+            for s in span.segments
+        ]
+        try:
+            link.end.send_plan(self._steps, segments, trace=trace)
+        except LinkError as error:
+            self._break(link, error)
+            return False
+        return True
+
+    def submit(
+        self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
+    ) -> Ticket | None:
+        assert isinstance(plan, RemotePlan)
+        ranges = plan.layout.ranges(layer, site)
+        if not ranges:
+            return None
+        out_cols = self._geometry[layer, site].out_dim
+        if site is Site.MOE_GATE_UP and routing is not None:
+            out_cols *= routing.topk_ids.shape[1]
+        parts = []
+        for found in ranges:
+            rows, link = slice(found.start, found.stop), plan.links[found.span]
+            ticket = None
+            if link is not None:
+                ticket = link.end.submit(
+                    plan.step_id,
+                    layer,
+                    site,
+                    x[rows],
+                    out_cols,
+                    row_start=found.start,
+                    topk_ids=None if routing is None else routing.topk_ids[rows],
+                    topk_weights=None if routing is None or site is not Site.MOE_DOWN else routing.topk_weights[rows],
+                )
+            parts.append(_Part(plan.layout.spans[found.span], rows, link, ticket))
+        return RemoteTicket(site, tuple(parts), time.monotonic())
+
+    def add(self, ticket: Ticket | None, y: Tensor) -> None:
+        if ticket is None:
+            return
+        assert isinstance(ticket, RemoteTicket)
+        p99 = self._p99[ticket.site]
+        for part in ticket.parts:
+            self._wait(part, y[part.rows], site_deadline_s(p99.value))
+        p99.add(time.monotonic() - ticket.sent_at)
+
+    def _wait(self, part: _Part, y: Tensor, deadline_s: float) -> None:
+        if part.link is None or part.ticket is None:
+            raise StepLost(part.span.digests, f"the link to group {part.span.group} was gone")
+        try:
+            part.link.end.wait(part.ticket, y, deadline_s=deadline_s, add=True)
+        except LinkRefused as error:
+            self._ask_again(part.span, error)
+            raise StepLost(part.span.digests, error.message) from error
+        except LinkError as error:
+            self._break(part.link, error)
+            raise StepLost(part.span.digests, error.message) from error
+
+    def _ask_again(self, span: Span, error: LinkRefused) -> None:
+        """The server does not (or not yet) grant what we took for granted: have the leases told anew."""
+        if error.refusal.code == AdapterFailed.code:
+            self._book.ask_again(span.group, span.digests)
+            self._wake_loop()
+
+    def _break(self, link: GroupLink, error: LinkError) -> None:
+        if not isinstance(error, LinkClosed):
+            link.end.quarantine()  # the peer may still write there: never used again
+        logger.warning("link broken", extra={"group": link.group, "reason": error.message})
+        self._forget(link, error.message)
+
+    def end(self, plan: StepPlan) -> None:
+        assert isinstance(plan, RemotePlan)
+        self._open_plans -= 1
+        for link in {link for link in plan.links if link is not None}:
+            link.end.abandon()
+
+    def close(self) -> None:
+        """End every link. `run` is cancelled by whoever spawned it."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            self._forget(link, "this engine closes")
+
+    def check(self) -> None:
+        assert not self._book.num_holders(), f"{self._book.num_holders()} adapters are still held"
+        assert not self._open_plans, f"{self._open_plans} steps were never ended"
+        with self._lock:
+            waiting = {name: link.end.num_outstanding for name, link in self._links.items()}
+        assert not any(waiting.values()), f"site calls were never waited for: {waiting}"
