@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from infinilora.cli import demo
 from infinilora.cli.api import Api, Json, adapter_files
 from infinilora.cli.find import gateway
+from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
 from infinilora.cli.terminal import bars, errors, in_bytes, out
 
@@ -17,6 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="Adapters.")
 Directory = Annotated[Path, typer.Argument(help="What PEFT saved: adapter_config.json and its safetensors.")]
 Name = Annotated[str, typer.Option("--name", help="What clients will call it.")]
 Named = Annotated[str, typer.Argument(metavar="NAME")]
+DemoModel = Annotated[str, typer.Argument(metavar="MODEL", help=", ".join(DEMO_MODELS))]
 Replace = Annotated[bool, typer.Option("--replace", help="A new version behind a name that is in use.")]
 
 
@@ -71,6 +74,14 @@ def remove(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir 
     with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
         api.delete(f"/v1/adapters/{name}")
     out.print(f"removed {name}")
+
+
+@app.command(name="demo")
+def push_demo(model: DemoModel, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
+    """Register the demo adapters of a demo model; names that are in use are left alone."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
+        demo.register(api, model, None)
+    out.print(" ".join(adapter.name for adapter in demo.adapters_of(model)) or f"{model} has no demo adapters")
 
 
 def table_of(records: list[Json]) -> Table:

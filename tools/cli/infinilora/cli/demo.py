@@ -43,9 +43,14 @@ class _Done(msgspec.Struct, frozen=True):
     digest: str
 
 
-def register(api: Api, model: str, memory: Path) -> None:
-    """Register the demo adapters of `model`, unless the file `memory` says that it was done. Idempotent."""
-    done = msgspec.json.decode(memory.read_bytes(), type=dict[str, _Done]) if memory.is_file() else {}
+def register(api: Api, model: str, memory: Path | None) -> None:
+    """Register the demo adapters of `model`, unless the file `memory` says that it was done. Idempotent.
+
+    Without a memory a name that is in use is left alone.
+    """
+    done: dict[str, _Done] = {}
+    if memory and memory.is_file():
+        done = msgspec.json.decode(memory.read_bytes(), type=dict[str, _Done])
     for adapter in adapters_of(model):
         directory = directory_of(adapter.name)
         content, current, ours = _content(directory), _current_digest(api, adapter.name), done.get(adapter.name)
@@ -53,7 +58,8 @@ def register(api: Api, model: str, memory: Path) -> None:
             continue  # the name is a person's now, or holds what we have
         record = api.push(adapter.name, directory, replace=current is not None, on_bytes=lambda _: None)
         done[adapter.name] = _Done(content, record["digest"])
-        memory.write_bytes(msgspec.json.encode(done))
+        if memory:
+            memory.write_bytes(msgspec.json.encode(done))
 
 
 def directory_of(name: str) -> Path:
