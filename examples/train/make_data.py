@@ -133,8 +133,9 @@ PIRATE_EVAL = [
 # sql: a sentence becomes a query --------------------------------------------------------------------
 
 TABLES = {
-    "customers": ("name", "age", "city"), "orders": ("total", "date", "status"), "products": ("price", "stock", "title"),
-    "employees": ("salary", "name", "age"), "students": ("grade", "name", "age"), "books": ("title", "pages", "author"),
+    "customers": ("name", "age", "city"), "orders": ("total", "date", "status"),
+    "products": ("price", "stock", "title"), "employees": ("salary", "name", "age"),
+    "students": ("grade", "name", "age"), "books": ("title", "pages", "author"),
     "flights": ("price", "origin", "gate"), "movies": ("title", "year", "rating"),
 }  # fmt: skip
 NUMERIC = {"age", "total", "price", "stock", "salary", "grade", "pages", "year", "rating"}

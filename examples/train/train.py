@@ -134,6 +134,7 @@ def save(model: Any, out: Path, base: str) -> None:
     tensors = get_peft_model_state_dict(model)
     narrowed = {checkpoint_name(n): t.detach().to(torch.bfloat16).contiguous() for n, t in tensors.items()}
     save_file(narrowed, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_model.safetensors").chmod(0o644)  # safetensors makes it 0600
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
     config.inference_mode = True
