@@ -90,6 +90,7 @@ class PoolLoad:
     bytes_total: int
     bytes_free: int
     leases: int
+    waiting: int
     resident: tuple[Digest, ...]
 
 
@@ -208,6 +209,11 @@ class AdapterPool:
 
     # What is so ----------------------------------------------------------------------------------
 
+    def holds(self, holder: str) -> bool:
+        """Whether the holder leases, or waits for, anything."""
+        with self._lock:
+            return bool(self._table.held_by(holder))
+
     def resident(self) -> tuple[Digest, ...]:
         with self._lock:
             return self._table.resident()
@@ -218,6 +224,7 @@ class AdapterPool:
                 bytes_total=self._table.capacity_bytes,
                 bytes_free=self._table.free_bytes,
                 leases=self._table.num_leases,
+                waiting=sum(len(w.holders) for w in self._table.waiting.values()),
                 resident=self._table.resident(),
             )
 

@@ -1,0 +1,189 @@
+"""One engine's stream: it opens the link, carries leases and readiness, and its end is the end of both.
+
+engine                              server
+  Hello(base, offers)         ->      checks, prepares a back-end
+                              <-      Welcome(chosen, secret)
+  (attaches) Ready            ->      takes its end, starts the serving thread
+  LeaseRequest / LeaseRelease ->      the pool
+                              <-      LeaseGranted, LayersReady ..., or LeaseFailed
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import count
+
+from infinilora.link.ends import ServerEnd
+from infinilora.link.open import Opener, Opening
+from infinilora.lora_server.outbox import Outbox
+from infinilora.lora_server.serve import LinkThread
+from infinilora.pool.pool import AdapterPool
+from infinilora.protocol import lora_pb2
+from infinilora.protocol.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded
+from infinilora.protocol.ids import PROTOCOL_VERSION, Fingerprint, parse_digest
+from infinilora.runtime.metrics import LoraServerMetrics
+from infinilora.runtime.rpc import Call
+from infinilora.runtime.service import Service
+from infinilora.runtime.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+SERVICE = lora_pb2.DESCRIPTOR.services_by_name["LoraServer"]
+HELLO_S = 5.0
+READY_S = 10.0
+LINK_DTYPES = frozenset({"F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this server is to engines."""
+
+    group: str
+    base: Fingerprint
+
+
+class LoraServer:
+    """The rpc. `sessions` are the open links, by holder name; each has its serving thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        pool: AdapterPool,
+        opener: Opener,
+        service: Service,
+        *,
+        traces: Telemetry,
+        metrics: LoraServerMetrics | None = None,
+    ) -> None:
+        self._identity = identity
+        self._pool = pool
+        self._opener = opener
+        self._service = service
+        self._traces = traces
+        self._metrics = metrics
+        self._numbers = count(1)
+        self.sessions: dict[str, Outbox] = {}
+
+    async def open_link(
+        self, requests: AsyncIterator[lora_pb2.EngineMessage], _call: Call
+    ) -> AsyncIterator[lora_pb2.ServerMessage]:
+        hello = await self._hello(requests)
+        opening = self._opener.choose([{"backend": offer.backend, **offer.details} for offer in hello.offers])
+        holder = f"{hello.engine_id}/{hello.incarnation}/{next(self._numbers)}"
+        try:
+            yield self._welcome(opening)
+            await _next(requests, "ready", READY_S)
+            end = await asyncio.to_thread(opening.wait, READY_S)
+        except BaseException:
+            opening.cancel()
+            raise
+        thread, outbox = self._start(end, holder)
+        logger.info("link open", extra={"engine_id": holder, "backend": opening.chosen["backend"]})
+        reader = self._service.spawn(self._read(requests, holder, outbox), f"leases of {holder}")
+        try:
+            while messages := await outbox.take():
+                for message in messages:
+                    yield message
+        finally:
+            reader.cancel()
+            await self._end(thread, holder)
+
+    def close_idle(self) -> None:
+        """End the streams of links that hold no lease."""
+        for holder, outbox in list(self.sessions.items()):
+            if not self._pool.holds(holder):
+                outbox.close()
+
+    def close(self) -> None:
+        """End every stream; engines run their rows elsewhere."""
+        for outbox in self.sessions.values():
+            outbox.close()
+
+    async def _hello(self, requests: AsyncIterator[lora_pb2.EngineMessage]) -> lora_pb2.Hello:
+        first = await _next(requests, "hello", HELLO_S)
+        hello = first.hello
+        if hello.protocol_version not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+            raise InvalidRequest(f"hello of protocol {hello.protocol_version}; this server speaks {PROTOCOL_VERSION}")
+        if hello.base_fingerprint != self._identity.base:
+            raise Conflict(f"engine of base {hello.base_fingerprint}; this group serves {self._identity.base}")
+        if hello.dtype not in LINK_DTYPES:
+            raise InvalidRequest(
+                f"activations of dtype {hello.dtype!r}; a link carries {', '.join(sorted(LINK_DTYPES))}"
+            )
+        if self._service.draining.is_set():
+            raise Overloaded("this LoRA server is draining", retry_after_s=1.0)
+        return hello
+
+    def _welcome(self, opening: Opening) -> lora_pb2.ServerMessage:
+        details = {key: value for key, value in opening.chosen.items() if key != "backend"}
+        return lora_pb2.ServerMessage(
+            welcome=lora_pb2.Welcome(
+                protocol_version=PROTOCOL_VERSION,
+                group=self._identity.group,
+                incarnation=self._service.incarnation,
+                chosen=lora_pb2.Offer(backend=opening.chosen["backend"], details=details),
+                secret=opening.secret,
+            )
+        )
+
+    def _start(self, end: ServerEnd, holder: str) -> tuple[LinkThread, Outbox]:
+        outbox = Outbox(asyncio.get_running_loop())
+        thread = LinkThread(
+            end,
+            self._pool.kernels,
+            self._pool.grants(holder),
+            name=f"link {holder}",
+            traces=self._traces,
+            metrics=self._metrics,
+            on_end=outbox.close,
+            on_death=self._service.fail_threadsafe,
+        )
+        thread.start()
+        self.sessions[holder] = outbox
+        return thread, outbox
+
+    async def _read(self, requests: AsyncIterator[lora_pb2.EngineMessage], holder: str, outbox: Outbox) -> None:
+        """Carry the engine's words to the pool until it has no more; then the stream ends."""
+        try:
+            async for message in requests:
+                self._take(message, holder, outbox)
+        except InvalidRequest as error:
+            logger.warning("link broken by its engine", extra={"engine_id": holder, "reason": error.message})
+        finally:
+            outbox.close()
+
+    def _take(self, message: lora_pb2.EngineMessage, holder: str, outbox: Outbox) -> None:
+        match message.WhichOneof("message"):
+            case "lease":
+                digest = parse_digest(message.lease.digest)
+                outbox.forget(digest)
+                self._pool.lease(holder, digest, outbox.put)
+            case "release":
+                digest = parse_digest(message.release.digest)
+                self._pool.release(holder, digest)
+                outbox.forget(digest)
+            case other:
+                raise InvalidRequest(f"an open link carries leases and releases; found {other}")
+
+    async def _end(self, thread: LinkThread, holder: str) -> None:
+        """The stream is over: leases fall at once, then the link."""
+        self.sessions.pop(holder, None)
+        self._pool.drop(holder)
+        await asyncio.to_thread(thread.stop)
+        logger.info("link gone", extra={"engine_id": holder})
+
+
+async def _next(
+    requests: AsyncIterator[lora_pb2.EngineMessage], wanted: str, timeout_s: float
+) -> lora_pb2.EngineMessage:
+    try:
+        async with asyncio.timeout(timeout_s):
+            message = await anext(requests)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no {wanted} from the engine within {timeout_s:g} s") from None
+    except StopAsyncIteration:
+        raise InvalidRequest(f"the stream ended before {wanted}") from None
+    if message.WhichOneof("message") != wanted:
+        raise InvalidRequest(f"found {message.WhichOneof('message')}; wanted {wanted}")
+    return message

@@ -1,0 +1,83 @@
+"""What an engine is still to be told of its leases, newest state only: from the pool's threads to the stream's task."""
+
+import asyncio
+import threading
+
+from infinilora.pool.pool import LeaseState
+from infinilora.protocol import lora_pb2
+from infinilora.protocol.ids import Digest
+
+Message = lora_pb2.ServerMessage
+
+
+class Outbox:
+    """At most one unsent state for a digest: a slow reader gets fewer messages, never older ones."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._unsent: dict[Digest, LeaseState] = {}
+        self._announced: dict[Digest, tuple[int, int]] = {}
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, state: LeaseState) -> None:
+        """From any thread."""
+        with self._lock:
+            self._unsent[state.digest] = state
+        self._wake()
+
+    def forget(self, digest: Digest) -> None:
+        """The lease was given up: what is unsent of it is void, and a new lease is announced anew."""
+        with self._lock:
+            self._unsent.pop(digest, None)
+            self._announced.pop(digest, None)
+
+    def close(self) -> None:
+        """Nothing more will come; `take` returns what is left and then nothing. From any thread."""
+        self._is_closed = True
+        self._wake()
+
+    async def take(self) -> list[Message]:
+        """Wait for something to say; an empty list means that the outbox is closed."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            with self._lock:
+                states, self._unsent = list(self._unsent.values()), {}
+                messages = [message for state in states for message in self._messages(state)]
+            if messages or self._is_closed:
+                if self._is_closed:
+                    self._changed.set()
+                return messages
+
+    def _wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _messages(self, state: LeaseState) -> list[Message]:
+        digest = state.digest
+        if state.error:
+            self._announced.pop(digest, None)
+            lost = lora_pb2.LeaseFailed(digest=digest, code=state.error.code, message=state.error.message)
+            return [Message(failed=lost)]
+        tenancy = (state.slot, state.slot_generation)
+        messages = []
+        if self._announced.get(digest) != tenancy:
+            self._announced[digest] = tenancy
+            messages.append(
+                Message(
+                    granted=lora_pb2.LeaseGranted(
+                        digest=digest, slot=tenancy[0], slot_generation=tenancy[1], layer_sites=state.layer_sites
+                    )
+                )
+            )
+        if state.layers_ready:
+            messages.append(
+                Message(
+                    layers=lora_pb2.LayersReady(
+                        digest=digest, slot=tenancy[0], slot_generation=tenancy[1], count=state.layers_ready
+                    )
+                )
+            )
+        return messages

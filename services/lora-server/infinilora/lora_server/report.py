@@ -1,0 +1,66 @@
+"""What a LoRA server says of itself: beats, residency in the store, gauges."""
+
+import asyncio
+import logging
+
+from infinilora.lora_server.commands import Commands
+from infinilora.lora_server.leases import LoraServer
+from infinilora.lora_server.settings import Settings
+from infinilora.pool.pool import AdapterPool
+from infinilora.protocol import keys
+from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.control import Beat, GroupLoad
+from infinilora.protocol.errors import Unavailable
+from infinilora.runtime.metrics import LoraServerMetrics
+from infinilora.runtime.service import Service
+from infinilora.runtime.store import Store
+
+logger = logging.getLogger(__name__)
+
+RESIDENCY_EVERY_S = 1.0
+RESIDENCY_TTL_S = 10.0
+
+
+def beat(
+    settings: Settings, service: Service, card: BaseCard, pool: AdapterPool, commands: Commands, address: str
+) -> Beat:
+    """How it goes now. Runs on the heart's thread: reads only."""
+    load = pool.load()
+    return Beat(
+        kind="lora-server",
+        id=settings.id,
+        incarnation=service.incarnation,
+        seq=0,
+        state="draining" if commands.is_draining else service.state,
+        address=address,
+        base=card.fingerprint,
+        model=card.name,
+        group=settings.group,
+        load=GroupLoad(
+            bytes_free=load.bytes_free, bytes_total=load.bytes_total, leases=load.leases, resident=load.resident
+        ),
+    )
+
+
+async def keep_residency(store: Store, group: str, pool: AdapterPool, commands: Commands) -> None:
+    """Write what is resident, with a time to live, and read the epoch until it is known. Serves on without a store."""
+    knows_epoch = False
+    while True:
+        try:
+            if not knows_epoch:
+                await commands.read_epoch(store)
+                knows_epoch = True
+            await store.put(keys.residency(group), pool.resident(), ttl_s=RESIDENCY_TTL_S)
+        except Unavailable as error:
+            logger.debug("residency not written", extra={"reason": error.message})
+        await asyncio.sleep(RESIDENCY_EVERY_S)
+
+
+def watch_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer) -> None:
+    """Read these when scraped."""
+    metrics.bytes_free.set_function(lambda: pool.load().bytes_free)
+    metrics.bytes_total.set_function(lambda: pool.load().bytes_total)
+    metrics.resident.set_function(lambda: len(pool.load().resident))
+    metrics.leases.set_function(lambda: pool.load().leases)
+    metrics.waiting.set_function(lambda: pool.load().waiting)
+    metrics.links.set_function(lambda: len(server.sessions))

@@ -1,0 +1,172 @@
+"""The serving thread of one link: receive a plan, then its site calls; compute each; answer. The hot path.
+
+    PLAN   which rows belong to which tenancy     remembered until the next
+    SITE   rows of one site's input               executed against the holder's grants, answered in place
+
+Knows no lease and no stream: what this engine may compute with, `Grants` says at each call.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infinilora.link.ends import Call, ServerEnd
+from infinilora.link.errors import LinkClosed
+from infinilora.link.frame import Header, Kind
+from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
+from infinilora.protocol.adapter import Site
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, InvalidRequest
+from infinilora.runtime import telemetry
+from infinilora.runtime.metrics import LoraServerMetrics
+from infinilora.runtime.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.25
+"""How long a link waits for a frame before it looks whether a span is to be sent."""
+
+
+@dataclass(slots=True)
+class _StepTrace:
+    """One traced step of this link, from its plan to its latest answer."""
+
+    wire: bytes
+    start_s: float
+    end_s: float
+    rows: int
+    calls: int = 0
+
+
+class LinkThread:
+    """Serves one link until it closes. `start`, then `stop` from any thread; `on_end` is told in either case."""
+
+    def __init__(
+        self,
+        end: ServerEnd,
+        kernels: SiteKernels,
+        grants: Grants,
+        *,
+        name: str,
+        traces: Telemetry,
+        metrics: LoraServerMetrics | None,
+        on_end: Callable[[], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._end = end
+        self._kernels = kernels
+        self._grants = grants
+        self._traces = traces
+        self._metrics = metrics
+        self._on_end = on_end
+        self._on_death = on_death
+        self._work = StepWork(0, ())
+        self._plan_error: InfiniLoraError | None = None
+        self._trace: _StepTrace | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the link and wait for the thread; it ends after the call it is at."""
+        self._end.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except LinkClosed as closed:
+            logger.info("link closed", extra={"link": self._thread.name, "reason": closed.message})
+        except BaseException as error:
+            self._on_death(error)
+            raise
+        finally:
+            self._end_trace()
+            self._end.close()
+            self._on_end()
+
+    def _serve(self) -> None:
+        while True:
+            call = self._end.recv(IDLE_S)
+            if call is None:
+                self._end_trace()
+            elif call.header.kind == Kind.PLAN:
+                self._begin(call)
+            else:
+                self._answer(call)
+
+    def _begin(self, plan: Call) -> None:
+        self._end_trace()
+        assert plan.segments is not None
+        segments = [TenancyRows(*segment) for segment in plan.segments.tolist()]
+        self._plan_error = None
+        try:
+            self._work = StepWork(plan.header.step_id, segments)
+        except InfiniLoraError as error:
+            self._work, self._plan_error = StepWork(plan.header.step_id, ()), error
+        if self._traces.is_on and plan.header.trace != telemetry.NO_TRACE:
+            now = time.perf_counter()
+            self._trace = _StepTrace(plan.header.trace, now, now, sum(s.rows for s in segments))
+
+    def _answer(self, call: Call) -> None:
+        started = time.perf_counter()
+        try:
+            execute(self._kernels, self._grants, self._work_of(call.header), self._site_call(call))
+        except InfiniLoraError as error:
+            self._refuse(call, error)
+            return
+        except ValueError as error:
+            self._refuse(call, InvalidRequest(f"site call does not fit the adapter: {error}"))
+            return
+        self._end.reply(call)
+        if self._metrics:
+            self._metrics.site_s.observe(time.perf_counter() - started)
+        if self._trace:
+            self._trace.calls += 1
+            self._trace.end_s = time.perf_counter()
+
+    def _work_of(self, header: Header) -> StepWork:
+        if header.step_id != self._work.step_id:
+            raise AdapterFailed(f"step {header.step_id} has no plan here; the latest is of {self._work.step_id}")
+        if self._plan_error:
+            raise self._plan_error
+        return self._work
+
+    def _site_call(self, call: Call) -> SiteCall:
+        """The call in the shapes of SlotKernels. On the link a row is flat."""
+        header, x, out = call.header, call.x, self._end.reply_buffer(call)
+        assert x is not None
+        if header.in_end or header.out_end:
+            raise InvalidRequest("a call for a slice of a site; this server computes whole sites")
+        if header.site == Site.MOE_GATE_UP:
+            out = out.view(header.rows, _topk(header), -1)
+        elif header.site == Site.MOE_DOWN:
+            x = x.view(header.rows, _topk(header), -1)
+        return SiteCall(header.layer, header.site, header.row_start, x, out, call.topk_ids, call.topk_weights)
+
+    def _refuse(self, call: Call, error: InfiniLoraError) -> None:
+        header = call.header
+        logger.warning(
+            "site call refused",
+            extra={"link": self._thread.name, "layer": header.layer, "site": header.site, "code": error.code}
+            | {"reason": error.message},
+        )
+        if self._metrics:
+            self._metrics.refused.labels(code=error.code).inc()
+        self._end.refuse(call, error)
+
+    def _end_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace:
+            attributes = {"step_id": self._work.step_id, "rows": trace.rows, "site_calls": trace.calls}
+            parent = telemetry.from_wire(trace.wire)
+            self._traces.record("lora.step", trace.start_s, trace.end_s, attributes, parent=parent)
+
+
+def _topk(header: Header) -> int:
+    columns = header.out_cols if header.site == Site.MOE_GATE_UP else header.in_cols
+    if header.topk < 1 or columns % header.topk:
+        raise InvalidRequest(f"site {Site(header.site).label} came with topk {header.topk} for {columns} columns")
+    return header.topk

@@ -1,0 +1,70 @@
+"""What a lora-server reads from its environment, each as `INFINILORA_<NAME>`. Read once, in `__main__`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from infinilora.runtime.settings import Common
+
+MIN_SLOTS, MAX_SLOTS = 16, 1024
+BYTES_PER_SLOT = 1 << 20
+
+
+class Settings(Common):
+    """Memory and doors of one shard of a group; what is 0 or empty is derived at start, and logged."""
+
+    group: str = "lora-0"
+    server_id: str = ""
+    """The name of this process in beats and commands; the group's if empty."""
+    base: str
+    """The base model: its fingerprint (`sha256:...`), or its served name (base.py says how that is resolved)."""
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    """The address that others are told; that of `listen` if empty."""
+    metrics_listen: str = ""
+    """`host:port` for Prometheus; empty: no metrics."""
+
+    device: Literal["cpu"] = "cpu"
+    threads: int = Field(default=2, ge=1)
+    pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """Memory for adapters, at their true ranks."""
+    num_slots: int = Field(default=0, ge=0)
+    """0: one for each MiB of the pool, 16 at least and 1024 at most."""
+    loader_threads: int = Field(default=2, ge=1)
+    max_bypass: int = Field(default=16, ge=1)
+    """How often a waiting adapter is passed by later ones that fit."""
+    age_after_s: float = Field(default=2.0, gt=0)
+    max_wait_s: float = Field(default=30.0, gt=0)
+    """A lease that could not be granted by then is refused as overloaded."""
+
+    cache_dir: Path | None = None
+    """Packed files on a local disk; `var_dir/cache/<server_id>` if not set."""
+    cache_bytes: int = Field(default=4 << 30, ge=0)
+
+    link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")
+    link_dir: Path | None = None
+    """A directory (tmpfs) that engines of this host see too; None: no `shm`."""
+    link_host: str = "127.0.0.1"
+    """What `tcp` links bind."""
+    link_port: int = Field(default=0, ge=0)
+    link_buffers: int = Field(default=32, ge=2)
+    link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
+
+    @field_validator("link_backends", mode="before")
+    @classmethod
+    def _comma_list(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @property
+    def id(self) -> str:
+        return self.server_id or self.group
+
+    @property
+    def slots(self) -> int:
+        return self.num_slots or min(MAX_SLOTS, max(MIN_SLOTS, self.pool_bytes // BYTES_PER_SLOT))
+
+    @property
+    def cache(self) -> Path:
+        return self.cache_dir or self.var_dir / "cache" / self.id
