@@ -43,6 +43,8 @@ class Common(BaseSettings):
     """Where this process may keep caches and models."""
     beat_ms: int = Field(default=500, gt=0)
     """Between two heartbeats. The same number for every process of a cluster."""
+    heat_half_life_s: int = Field(default=60, gt=0)
+    """Of the adapters' heat: gateways add and the coordinator reads with the same one."""
     drain_s: float = Field(default=10.0, gt=0)
     """After a stop is asked for, how long running work may take to finish."""
 

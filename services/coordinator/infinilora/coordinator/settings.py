@@ -1,0 +1,30 @@
+"""What the coordinator reads from its environment, besides the settings that all services share."""
+
+import os
+import socket
+
+from pydantic import Field
+
+from infinilora.runtime.settings import Common
+
+
+class Settings(Common):
+    """`INFINILORA_<NAME>`. The policies get plain values, never this."""
+
+    coordinator_id: str = f"coordinator-{socket.gethostname()}-{os.getpid()}"
+    listen: str = "127.0.0.1:8001"
+    """host:port of console, admin API and metrics; port 0 takes a free one."""
+    advertise: str = ""
+    """The address that others are told; that of `listen` if empty."""
+
+    lease_s: float = Field(default=3.0, gt=0)
+    """A leader that does not renew for so long is no leader; a standby takes over a moment later."""
+    reconcile_s: float = Field(default=1.0, gt=0)
+    hot_rps: float = Field(default=2.0, gt=0)
+    """An adapter asked for this often is placed on two groups."""
+    fill: float = Field(default=0.9, gt=0, le=1)
+    """Share of a group's bytes that placement plans with; the rest is for what arrives unplanned."""
+    max_hints: int = Field(default=4, ge=0)
+    """Stage and evict commands of one round at most."""
+    hint_pause_s: float = Field(default=10.0, gt=0)
+    """Before the same hint is given again."""
