@@ -1,0 +1,285 @@
+"""Maths = reference = native, for every dtype, instruction set and thread count; and no other adapter passes."""
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from infinilora.kernels import native, reference
+from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
+from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.protocol.adapter import NUM_SITES, Site
+from support import lora_maths
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QKV_OUTS = (96, 40, 33)
+IN_DIM, OUT_DIM = 200, 3 * 5 + sum(QKV_OUTS)
+RANKS = ((1, 1, 1), (4, 4, 4), (16, 0, 16), (8, 64, 3), (256, 7, 31), (0, 0, 5))
+SEGMENTS = ((0, 1, 0), (1, 2, 1), (3, 0, 2), (5, 3, 2), (8, 9, 3), (17, 90, 4), (107, 1, 5), (108, 4, 9))
+NUM_ROWS = 115
+FAULT = 0.05
+"""Another adapter's delta differs by about 1; ours by rounding only."""
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def level(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every instruction set that this processor has; a stronger one falls back to the strongest there is."""
+    library = native.load()
+    assert library is not None
+    before = library.il_level()
+    yield library.il_limit_level(["portable", "avx2", "avx512"].index(request.param))
+    library.il_limit_level(before)
+
+
+def make_bound(dtype: torch.dtype, *, seed: int = 1) -> dict[int, SiteWeights]:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        slot: lora_maths.random_site(rng, ranks, QKV_OUTS, in_dim=IN_DIM, dtype=dtype, gap=5)
+        for slot, ranks in enumerate(RANKS)
+    }
+
+
+def make_kernels(
+    bound: Mapping[int, SiteWeights], site: int, in_dim: int, out_dim: int, *, threads: int = 2
+) -> SlotKernels:
+    kernels = SlotKernels(num_slots=10, num_layers=2, device="cpu", threads=threads)
+    for slot, parts in bound.items():
+        kernels.bind(slot, 1, site, parts, in_dim, out_dim)
+    return kernels
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"))
+
+
+def largest_error(found: Tensor, wanted: np.ndarray) -> float:
+    return float(np.abs(found.double().numpy() - wanted).max())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+    bound = make_bound(dtype)
+    kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM, threads=threads)
+    x = torch.randn(NUM_ROWS, IN_DIM + 9, generator=torch.Generator().manual_seed(2))[:, :IN_DIM]
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
+    base = torch.randn(NUM_ROWS, OUT_DIM + 3)[:, :OUT_DIM]
+    for accumulate, ground in ((False, np.zeros_like(wanted)), (True, lora_maths.wide(base))):
+        ours = base.clone() if accumulate else poisoned(NUM_ROWS, OUT_DIM)
+        plain = ours.clone()
+        kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, ours, accumulate=accumulate)
+        reference.dense(bound, segment_table(SEGMENTS), x, plain, accumulate=accumulate)
+        assert largest_error(ours, wanted + ground) < 2e-5
+        assert largest_error(plain, wanted + ground) < 2e-5
+
+
+@pytest.mark.parametrize("segments", [((0, 1, 4),), ((0, 2, 4),), ((0, 7, 4),), ((0, 300, 4),)], ids=str)
+def test_one_big_adapter_is_cut_over_threads_and_stays_right(segments: lora_maths.Rows, level: int) -> None:
+    rng = torch.Generator().manual_seed(3)
+    site = lora_maths.random_site(rng, (128,), (1000,), in_dim=900, dtype=torch.bfloat16)
+    kernels = make_kernels({4: site}, Site.O, 900, 1000)
+    x = torch.randn(segments[-1][1], 900)
+    out = poisoned(len(x), 1000)
+    kernels.dense(1, Site.O, segment_table(segments), x, out, accumulate=False)
+    assert largest_error(out, lora_maths.dense({4: site}, segments, x, 1000)) < 2e-5
+
+
+@pytest.mark.parametrize("half", ["a", "bt"])
+def test_another_adapters_half_fails_the_comparison(half: str) -> None:
+    bound, other = make_bound(torch.float32), make_bound(torch.float32, seed=7)
+    wanted_of = make_bound(torch.float32)
+    mixed = tuple(
+        Part(theirs.a if half == "a" else ours.a, theirs.bt if half == "bt" else ours.bt, ours.scale, ours.out_offset)
+        for ours, theirs in zip(bound[3], other[3], strict=True)
+    )
+    kernels = make_kernels({**bound, 3: mixed}, Site.QKV, IN_DIM, OUT_DIM)
+    x, out = torch.randn(NUM_ROWS, IN_DIM), poisoned(NUM_ROWS, OUT_DIM)
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=False)
+    wanted = lora_maths.dense(wanted_of, SEGMENTS, x, OUT_DIM)
+    wrong = np.abs(out.double().numpy() - wanted)
+    assert wrong[8:17].max(axis=1).min() > FAULT
+    assert max(wrong[:8].max(), wrong[17:].max()) < 2e-5
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_without_an_adapter_and_unbound_sites_add_nothing(*, accumulate: bool) -> None:
+    kernels = make_kernels(make_bound(torch.float32), Site.QKV, IN_DIM, OUT_DIM)
+    x = torch.randn(NUM_ROWS, IN_DIM)
+    before = torch.randn(NUM_ROWS, OUT_DIM) if accumulate else poisoned(NUM_ROWS, OUT_DIM)
+    nothing = before if accumulate else torch.zeros_like(before)
+    out = before.clone()
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=accumulate)
+    untouched = [3, 4, *range(108, 115)]
+    assert torch.equal(out[untouched], nothing[untouched])
+    out = before.clone()
+    kernels.dense(0, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=accumulate)
+    assert torch.equal(out, nothing)
+    kernels.clear(4)
+    out = before.clone()
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=accumulate)
+    assert torch.equal(out[17:107], nothing[17:107])
+    out = before.clone()
+    kernels.dense(1, Site.QKV, segment_table(()), x, out, accumulate=accumulate)
+    assert torch.equal(out, nothing)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_activations_of_16_bit_come_back_as_16_bit(dtype: torch.dtype) -> None:
+    bound = make_bound(dtype)
+    kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
+    x = torch.randn(NUM_ROWS, IN_DIM).to(dtype)
+    out = torch.zeros(NUM_ROWS, OUT_DIM, dtype=dtype)
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=True)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
+    assert largest_error(out, wanted) < torch.finfo(dtype).eps * np.abs(wanted).max()
+
+
+MOE_RANKS = ((2, 2), (16, 5), (0, 64), (100, 9))
+MOE_SEGMENTS = ((0, 1, 0), (1, 2, 1), (3, 17, 2), (22, 60, 3), (82, 1, 5))
+MOE_ROWS, EXPERTS, TOPK, HIDDEN, FFN = 85, 6, 3, 96, 50
+
+
+def moe_case(
+    outs: tuple[int, ...], in_dim: int, dtype: torch.dtype, seed: int
+) -> tuple[dict[int, SiteWeights], Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    bound = {
+        slot: lora_maths.random_site(rng, ranks[: len(outs)], outs, in_dim=in_dim, experts=EXPERTS, dtype=dtype)
+        for slot, ranks in enumerate(MOE_RANKS)
+        if any(ranks[: len(outs)])
+    }
+    ids = torch.stack([torch.randperm(EXPERTS, generator=rng)[:TOPK] for _ in range(MOE_ROWS)]).to(torch.int32)
+    ids[1, 0], ids[4] = -1, EXPERTS  # experts of another shard
+    ids[30, 1] = ids[30, 0]  # named twice
+    return bound, ids, torch.rand(MOE_ROWS, TOPK, generator=rng)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moe_gate_up_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+    bound, ids, _ = moe_case((FFN, FFN), HIDDEN, dtype, 4)
+    kernels = make_kernels(bound, MOE_GATE_UP, HIDDEN, 2 * FFN, threads=threads)
+    x = torch.randn(MOE_ROWS, HIDDEN)
+    wanted = lora_maths.moe_gate_up(bound, MOE_SEGMENTS, x, ids, 2 * FFN)
+    base = torch.randn(MOE_ROWS, TOPK, 2 * FFN)
+    for accumulate, ground in ((False, np.zeros_like(wanted)), (True, lora_maths.wide(base))):
+        ours = base.clone() if accumulate else torch.full_like(base, float("nan"))
+        plain = ours.clone()
+        kernels.moe_gate_up(1, segment_table(MOE_SEGMENTS), x, ids, ours, accumulate=accumulate)
+        reference.moe_gate_up(bound, segment_table(MOE_SEGMENTS), x, ids, plain, accumulate=accumulate)
+        assert largest_error(ours, wanted + ground) < 2e-5
+        assert largest_error(plain, wanted + ground) < 2e-5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moe_down_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+    bound, ids, weights = moe_case((HIDDEN,), FFN, dtype, 5)
+    kernels = make_kernels(bound, MOE_DOWN, FFN, HIDDEN, threads=threads)
+    act = torch.randn(MOE_ROWS, TOPK, FFN)
+    wanted = lora_maths.moe_down(bound, MOE_SEGMENTS, act, ids, weights, HIDDEN)
+    base = torch.randn(MOE_ROWS, HIDDEN)
+    for accumulate, ground in ((False, np.zeros_like(wanted)), (True, lora_maths.wide(base))):
+        ours = base.clone() if accumulate else torch.full_like(base, float("nan"))
+        plain = ours.clone()
+        kernels.moe_down(1, segment_table(MOE_SEGMENTS), act, ids, weights, ours, accumulate=accumulate)
+        reference.moe_down(bound, segment_table(MOE_SEGMENTS), act, ids, weights, plain, accumulate=accumulate)
+        assert largest_error(ours, wanted + ground) < 3e-5
+        assert largest_error(plain, wanted + ground) < 3e-5
+
+
+def test_two_threads_may_call_at_once() -> None:
+    bound = make_bound(torch.bfloat16)
+    kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
+    table = segment_table(SEGMENTS)
+    failures: list[float] = []
+
+    def serve(seed: int) -> None:
+        x = torch.randn(NUM_ROWS, IN_DIM, generator=torch.Generator().manual_seed(seed))
+        wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
+        for _ in range(200):
+            out = poisoned(NUM_ROWS, OUT_DIM)
+            kernels.dense(1, Site.QKV, table, x, out, accumulate=False)
+            error = largest_error(out, wanted)
+            if not error < 2e-5:
+                failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_without_the_library_the_same_calls_give_the_same() -> None:
+    bound = make_bound(torch.float32)
+    kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
+    kernels._library = None
+    x, out = torch.randn(NUM_ROWS, IN_DIM), poisoned(NUM_ROWS, OUT_DIM)
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=False)
+    assert largest_error(out, lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [((0, 2, 0), (1, 1, 0)), ((2, 1, 0), (0, 1, 0)), ((0, 1, 10),), ((0, 1, -1),), ((-1, 1, 0),), ((4, 8, 0),)],
+    ids=str,
+)
+def test_segments_that_overlap_or_lie_outside_are_refused(segments: lora_maths.Rows) -> None:
+    kernels = make_kernels(make_bound(torch.float32), Site.QKV, IN_DIM, OUT_DIM)
+    out = torch.zeros(10, OUT_DIM)
+    with pytest.raises(ValueError, match="segment"):
+        kernels.dense(1, Site.QKV, segment_table(segments), torch.ones(10, IN_DIM), out, accumulate=True)
+    assert not out.any()
+
+
+def test_tensors_of_another_width_are_refused() -> None:
+    kernels = make_kernels(make_bound(torch.float32), Site.QKV, IN_DIM, OUT_DIM)
+    table = segment_table(((0, 10, 0),))
+    for in_dim, out_dim in ((IN_DIM + 1, OUT_DIM), (IN_DIM, OUT_DIM - 1)):
+        with pytest.raises(ValueError, match="columns"):
+            kernels.dense(1, Site.QKV, table, torch.ones(10, in_dim), torch.zeros(10, out_dim), accumulate=True)
+    with pytest.raises(ValueError, match="rows"):
+        kernels.dense(1, Site.QKV, table, torch.ones(9, IN_DIM), torch.zeros(10, OUT_DIM), accumulate=True)
+
+
+def test_parts_that_do_not_fit_are_refused_at_bind() -> None:
+    kernels = SlotKernels(num_slots=2, num_layers=1)
+    part = lora_maths.random_part(torch.Generator(), rank=4, in_dim=8, out_dim=6)
+    shifted = Part(part.a, part.bt, 1.0, 5)
+    strided = Part(torch.zeros(4, 16)[:, :8], part.bt, 1.0, 0)
+    for parts, in_dim, out_dim, slot, site in (
+        ((), 8, 6, 0, 0),
+        ((part,), 9, 6, 0, 0),
+        ((part,), 8, 5, 0, 0),
+        ((part, shifted), 8, 11, 0, 0),
+        ((strided,), 8, 6, 0, 0),
+        ((Part(part.a, part.bt.half(), 1.0, 0),), 8, 6, 0, 0),
+        ((part,), 8, 6, 2, 0),
+        ((part,), 8, 6, 0, MOE_DOWN),
+    ):
+        with pytest.raises(ValueError, match=r"\d|part"):
+            kernels.bind(slot, 0, site, parts, in_dim, out_dim)
+    kernels.bind(0, 0, 0, (part,), 8, 6)
+
+
+def test_clear_lets_the_tensors_go() -> None:
+    kernels = SlotKernels(num_slots=2, num_layers=1)
+    part = lora_maths.random_part(torch.Generator(), rank=4, in_dim=8, out_dim=6)
+    kernels.bind(1, 0, 0, (part,), 8, 6)
+    assert kernels._bound[0] == {1: (part,)}
+    kernels.clear(1)
+    assert not kernels._bound[0]
+    assert not kernels._descriptors
+    assert not any(kernels._table)
+
+
+def test_site_numbers_are_those_of_the_protocol() -> None:
+    from infinilora.kernels import batch
+
+    assert (MOE_GATE_UP, MOE_DOWN) == (Site.MOE_GATE_UP, Site.MOE_DOWN)
+    assert batch.NUM_SITES >= NUM_SITES
