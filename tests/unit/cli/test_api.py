@@ -1,0 +1,220 @@
+"""The commands against a scripted gateway over real HTTP: what is sent, and how refusals reach a person."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from typer.testing import CliRunner
+from typing_extensions import override
+
+from infinilora.cli import demo
+from infinilora.cli.__main__ import app
+from infinilora.cli.api import Api
+from infinilora.cli.terminal import REFUSED, UNREACHABLE
+from infinilora.protocol.errors import AdapterInvalid, AdapterNotFound, InvalidRequest, Unavailable
+
+RECORD = {"version": 1, "base": "smollm2-135m", "state": "registered", "max_rank": 8, "bytes": 4_900_000}
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Keeps adapters by name; a digest is a counter of uploads."""
+
+    adapters: ClassVar[dict[str, dict[str, object]]] = {}
+    uploads: ClassVar[list[bytes]] = []
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            models = [{"id": "tiny", "parent": None}, {"id": "a", "parent": "tiny"}]
+            self._say(200, {"object": "list", "data": models})
+        elif self.path == "/v1/adapters":
+            self._say(200, {"object": "list", "data": list(self.adapters.values())})
+        elif record := self.adapters.get(self.path.rsplit("/", 1)[-1]):
+            self._say(200, record)
+        else:
+            self._refuse(404, "adapter_not_found", "no adapter of this name")
+
+    def do_DELETE(self) -> None:
+        found = self.adapters.pop(self.path.rsplit("/", 1)[-1], None)
+        self._say(200, found) if found else self._refuse(404, "adapter_not_found", "no adapter of this name")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/v1/chat/completions":
+            self._stream(json.loads(body))
+            return
+        self.uploads.append(body)
+        name = body.split(b'name="name"\r\n\r\n')[1].split(b"\r\n")[0].decode()
+        if b"broken" in body:
+            self._refuse(422, "adapter_invalid", "tensor 'x': found [2, 3], wanted [2, 4]")
+            return
+        self.adapters[name] = {"name": name, "digest": f"sha256:{len(self.uploads):064}", **RECORD}
+        self._say(201, self.adapters[name])
+
+    @override
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Quiet."""
+
+    def _stream(self, asked: dict[str, object]) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        events = [{"choices": [{"delta": {"content": piece}}]} for piece in ("Arr, ", "ma", "tey")]
+        end = {"error": {"code": "adapter_failed", "message": "lost"}} if asked["model"] == "lost" else None
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(f"data: {json.dumps(end) if end else '[DONE]'}\n\n".encode())
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._say(status, {"error": {"code": code, "message": message, "type": "invalid_request_error"}})
+
+    def _say(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def gateway_with(adapters: dict[str, dict[str, object]]) -> Iterator[tuple[str, type[Gateway]]]:
+    handler = type("Scripted", (Gateway,), {"adapters": adapters, "uploads": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", handler
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, type[Gateway]]]:
+    with gateway_with({}) as served:
+        yield served
+
+
+def peft_directory(path: Path, content: bytes = b"tensors") -> Path:
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(content)
+    (path / "README.md").write_text("not sent")
+    return path
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_push_sends_the_adapters_files_and_prints_the_digest(
+    gateway: tuple[str, type[Gateway]], tmp_path: Path
+) -> None:
+    url, seen = gateway
+    code, out, _ = run("adapter", "push", str(peft_directory(tmp_path / "a")), "--name", "a", "--url", url)
+    assert code == 0
+    assert out == f"a sha256:{1:064}\n"
+    (body,) = seen.uploads
+    assert b'filename="adapter_config.json"' in body
+    assert b'filename="adapter_model.safetensors"' in body
+    assert b"README" not in body
+
+
+def test_a_refused_adapter_is_told_in_the_servers_words(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "a", b"broken")
+    code, out, err = run("adapter", "push", str(directory), "--name", "a", "--url", gateway[0])
+    assert (code, out) == (REFUSED, "")
+    assert "adapter_invalid: tensor 'x': found [2, 3], wanted [2, 4]" in err
+
+
+def test_a_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
+    gateway: tuple[str, type[Gateway]], tmp_path: Path
+) -> None:
+    code, _, err = run("adapter", "push", str(tmp_path), "--name", "a", "--url", gateway[0])
+    assert code == REFUSED
+    assert "has no adapter_config.json" in err
+    assert gateway[1].uploads == []
+
+
+def test_adapters_are_listed_shown_and_removed(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    url = gateway[0]
+    run("adapter", "push", str(peft_directory(tmp_path / "a")), "--name", "a", "--url", url)
+    _, listed, _ = run("adapter", "ls", "--url", url)
+    assert "4.9 MB" in listed
+    _, shown, _ = run("adapter", "show", "a", "--url", url)
+    assert json.loads(shown)["digest"] == f"sha256:{1:064}"
+    assert run("adapter", "rm", "a", "--url", url)[0] == 0
+    assert run("adapter", "rm", "a", "--url", url)[0] == REFUSED
+
+
+def test_chat_prints_an_answer_as_it_comes(gateway: tuple[str, type[Gateway]]) -> None:
+    assert run("chat", "hello", "there", "--url", gateway[0]) == (0, "Arr, matey\n", "")
+
+
+def test_chat_asks_the_only_base_when_no_model_is_named(gateway: tuple[str, type[Gateway]]) -> None:
+    with Api(gateway[0]) as api:
+        assert api.base_models() == ["tiny"]
+
+
+def test_an_answer_that_breaks_off_is_an_error_and_not_an_answer(gateway: tuple[str, type[Gateway]]) -> None:
+    code, _, err = run("chat", "hello", "--model", "lost", "--url", gateway[0])
+    assert code == REFUSED
+    assert "adapter_failed: lost" in err
+
+
+def test_nothing_at_the_url_says_how_to_start_something() -> None:
+    code, _, err = run("adapter", "ls", "--url", "http://127.0.0.1:9")
+    assert code == UNREACHABLE
+    assert "infinilora up" in err
+
+
+def test_errors_of_the_api_are_leaves_of_the_one_tree(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    with Api(gateway[0]) as api:
+        with pytest.raises(AdapterNotFound):
+            api.get("/v1/adapters/none")
+        with pytest.raises(AdapterInvalid):
+            api.push("a", peft_directory(tmp_path / "a", b"broken"), replace=False, on_bytes=lambda _: None)
+        with pytest.raises(InvalidRequest, match="is not a directory"):
+            api.push("a", tmp_path / "none", replace=False, on_bytes=lambda _: None)
+    with Api("http://127.0.0.1:9") as api, pytest.raises(Unavailable):
+        api.models()
+
+
+def test_every_byte_of_an_upload_is_counted_once(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "a", bytes(300_000))
+    sent: list[int] = []
+    with Api(gateway[0]) as api:
+        api.push("a", directory, replace=False, on_bytes=sent.append)
+    assert sum(sent) == 300_000 + len("{}")
+
+
+def test_demo_adapters_are_uploaded_once(tmp_path: Path) -> None:
+    memory = tmp_path / "demo.json"
+    with gateway_with({}) as (url, seen), Api(url) as api:
+        demo.register(api, "smollm2-135m", memory)
+        assert sorted(seen.adapters) == ["json", "pirate"]
+        demo.register(api, "smollm2-135m", memory)
+        assert len(seen.uploads) == 2
+
+
+def test_a_name_that_a_person_took_over_is_left_alone(tmp_path: Path) -> None:
+    theirs: dict[str, object] = {"name": "json", "digest": "sha256:theirs"}
+    with gateway_with({"json": theirs}) as (url, seen), Api(url) as api:
+        demo.register(api, "smollm2-135m", tmp_path / "demo.json")
+        assert seen.adapters["json"] is theirs
+        assert sorted(seen.adapters) == ["json", "pirate"]
+
+
+def test_a_registry_that_was_emptied_is_filled_again(tmp_path: Path) -> None:
+    memory = tmp_path / "demo.json"
+    with gateway_with({}) as (url, seen), Api(url) as api:
+        demo.register(api, "smollm2-moe", memory)
+        seen.adapters.clear()
+        demo.register(api, "smollm2-moe", memory)
+        assert sorted(seen.adapters) == ["sql"]
