@@ -30,7 +30,7 @@ from infinilora.link.frame import (
     rows_per_chunk,
 )
 from infinilora.link.layout import Arena, State
-from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, WireError
+from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, WireError
 
 PLAN_TIMEOUT_S = 1.0
 
@@ -295,9 +295,12 @@ class ServerEnd:
 
     def __init__(self, port: ServerPort) -> None:
         self._port = port
+        self._is_owing = False
 
     def recv(self, timeout_s: float) -> Call | None:
         """The next call, or None when none came in time. LinkClosed when no more will come."""
+        if self._is_owing:
+            raise Internal("a link's next call was asked for before the last one was answered")
         frame = self._port.recv(timeout_s)
         if frame is None:
             return None
@@ -312,6 +315,7 @@ class ServerEnd:
             segments = tensor(torch.int32, offset, header.rows, 4).clone()
             self._port.skip()
             return Call(header, segments)
+        self._is_owing = True
         rows, topk, ids_at = header.rows, header.topk, offset + header.ids_offset
         has_ids = bool(header.flags & Flag.HAS_IDS)
         weights_at = ids_at + has_ids * rows * topk * 4
@@ -330,6 +334,7 @@ class ServerEnd:
         )
 
     def reply(self, call: Call) -> None:
+        self._is_owing = False
         self._port.reply(call.header, Kind.REPLY, call.header.reply_bytes)
 
     def refuse(self, call: Call, error: InfiniLoraError | WireError) -> None:
@@ -338,6 +343,7 @@ class ServerEnd:
         body = msgspec.json.encode(wire)
         if len(body) > self._port.buffer_bytes:
             body = msgspec.json.encode(WireError(code=wire.code, message="", retryable=wire.retryable))
+        self._is_owing = False
         self._port.write_reply(call.header, body)
         self._port.reply(call.header, Kind.ERROR, len(body))
 

@@ -208,6 +208,8 @@ class PythonServerPort:
         self.mark(State.OPEN)
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
+        if not self.is_alive:
+            raise LinkClosed("the link is closed")  # nobody waits for what is still there
         frame = self._ring.request_offset(self._taken)
         try:
             self._words.await_(lambda: bool(self._words.u64[frame // 8] == self._taken + 1), timeout_s)

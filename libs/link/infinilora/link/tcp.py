@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -41,6 +42,8 @@ class _Life:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.state = State.OPEN
+        # Closed when the port is no longer used, not in `shut`: its thread may be inside a call on it.
+        weakref.finalize(self, sock.close)
 
     @property
     def is_alive(self) -> bool:
@@ -53,6 +56,20 @@ class _Life:
                 self._sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return  # the peer was quicker
+
+    def recv_into(self, view: memoryview) -> int:
+        """Bytes received, 0 when there are none now; LinkClosed, for good, at the end of the stream."""
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.shut()
+            raise LinkClosed(f"the link broke: {error}") from error
+        if count == 0:
+            self.shut()
+            raise LinkClosed("the peer closed the link")
+        return count
 
     def wait(self, events: int, deadline: float) -> int:
         """The events of poll(2) that came; LinkTimeout at the deadline."""
@@ -148,7 +165,7 @@ class TcpEnginePort:
             events = self._life.wait(select.POLLIN | writing, deadline)
             if not events & ~select.POLLOUT:
                 return None
-            self._received += _recv_into(self._sock, memoryview(self._frame)[self._received : wanted])
+            self._received += self._life.recv_into(memoryview(self._frame)[self._received : wanted])
         if self._received < HEADER_BYTES or self._received < HEADER_BYTES + self._payload_bytes():
             return None
         self._received = 0
@@ -235,7 +252,7 @@ class TcpServerPort:
                 self._life.wait(select.POLLIN, deadline)
             except LinkTimeout:
                 return None
-            self._received += _recv_into(self._sock, memoryview(self._request)[self._received : wanted])
+            self._received += self._life.recv_into(memoryview(self._request)[self._received : wanted])
 
     def reply_offset(self, header: Header) -> int:  # noqa: ARG002 - one buffer serves every header
         return HEADER_BYTES
@@ -289,19 +306,6 @@ def _after(pieces: list[memoryview], taken: int) -> Iterator[memoryview]:
         if taken < len(piece):
             yield piece[taken:]
         taken = max(taken - len(piece), 0)
-
-
-def _recv_into(sock: socket.socket, view: memoryview) -> int:
-    """Bytes received, at least one; LinkClosed at the end of the stream."""
-    try:
-        count = sock.recv_into(view)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        raise LinkClosed(f"the link broke: {error}") from error
-    if count == 0:
-        raise LinkClosed("the peer closed the link")
-    return count
 
 
 def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> socket.socket:

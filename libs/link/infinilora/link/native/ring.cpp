@@ -439,6 +439,7 @@ uint64_t il_ring_stale(Engine* e) { return e->stale; }
 int il_ring_recv(Server* s, int64_t timeout_ns, uint64_t* offset) {
   FrameHeader* frame = s->request(s->taken);
   const uint64_t word = s->taken + 1;
+  if (is_shut(s->file->engine) || is_shut(s->file->server)) return kClosed;  // nobody waits for what is still there
   const Status status = await(*s, s->file->server, s->file->engine, deadline_after(timeout_ns),
                               [&] { return load(&frame->word) == word; });
   *offset = uint64_t(reinterpret_cast<char*>(frame) - s->base);

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinilora.link.frame import (
+    HEADER_BYTES,
+    Flag,
+    Header,
+    Kind,
+    chunk_rows,
+    rows_per_chunk,
+    unpack_header,
+)
+from infinilora.protocol.errors import InvalidRequest
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U64, U64, st.tuples(*[U32] * 12), st.binary(min_size=24, max_size=24))
+def test_a_header_comes_back_as_it_was_sent(step: int, sequence: int, words: tuple[int, ...], trace: bytes) -> None:
+    header = Header._make((Kind.SITE, Flag.LAST, step, sequence, *words, 12345, trace))
+    data = header.pack()
+    assert len(data) == HEADER_BYTES
+    assert unpack_header(data) == header
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 9000), st.integers(9000, 40000))
+def test_chunks_cover_every_row_once_and_fit_both_buffers(rows: int, out: int, back: int, buffer: int) -> None:
+    chunks = chunk_rows(rows, out, back, buffer)
+    assert [row for start, count in chunks for row in range(start, start + count)] == list(range(rows))
+    assert all(count * out + 64 <= buffer and count * back <= buffer for _, count in chunks)
+
+
+def test_a_row_that_fits_no_buffer_is_refused_with_the_size_it_needs() -> None:
+    with pytest.raises(InvalidRequest, match="at least 600000"):
+        rows_per_chunk(1, 1000, 600_000, 4096)
+
+
+def _site(**changes: int) -> Header:
+    return Header(Kind.SITE, rows=2, in_cols=3, out_cols=5, payload_bytes=24)._replace(**changes)
+
+
+def test_a_frame_whose_fields_agree_passes() -> None:
+    _site().check(4096)
+    _site(flags=Flag.HAS_IDS | Flag.HAS_WEIGHTS, topk=2, payload_bytes=64 + 2 * 2 * 2 * 4).check(4096)
+    Header(Kind.PLAN, rows=3, payload_bytes=48).check(4096)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _site(payload_bytes=20),
+        _site(rows=2**31, payload_bytes=24),
+        _site(out_cols=2**20),
+        _site(dtype=7),
+        _site(flags=Flag.HAS_IDS, topk=2),
+        Header(Kind.REPLY),
+        Header(Kind.PLAN, rows=3, payload_bytes=47),
+        Header(77),
+    ],
+)
+def test_a_frame_whose_fields_disagree_is_refused(header: Header) -> None:
+    with pytest.raises(InvalidRequest):
+        header.check(4096)
+
+
+def test_dtypes_on_the_wire_are_numbered_once_and_for_all() -> None:
+    assert [Header(Kind.SITE, dtype=code).torch_dtype for code in range(3)] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ]

@@ -1,0 +1,131 @@
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinilora.link import tcp
+from infinilora.link.errors import LinkClosed, LinkTimeout
+from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach
+from infinilora.protocol.errors import InvalidRequest
+from support.links import Answering, random_rows, rule
+
+
+def _settings(directory: Path | None, **changes: object) -> LinkSettings:
+    return LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192, **changes)  # type: ignore[arg-type]
+
+
+def _works(opening: Opening, engine: LinkSettings) -> None:
+    end = attach(opening.chosen, opening.secret, engine)
+    serving = Answering(opening.wait(5))
+    x, out = random_rows(3, 8), torch.zeros(3, 8)
+    end.send_plan(1, [])
+    end.wait(end.submit(1, 0, 0, x, 8), out, deadline_s=10, add=True)
+    torch.testing.assert_close(out, rule(0, 0, x, 8, None, None))
+    end.close()
+    serving.join()
+
+
+def test_a_shared_directory_is_proved_and_then_left_empty(tmp_path: Path) -> None:
+    offers, opener = Offers(_settings(tmp_path)), Opener(_settings(tmp_path))
+    assert [o["backend"] for o in offers.wire] == ["shm", "tcp"]
+    opening = opener.choose(offers.wire)
+    offers.close()
+    assert opening.chosen["backend"] == "shm"
+    _works(opening, _settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_directory_of_the_same_kind_means_tcp(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    offers, opener = Offers(_settings(tmp_path / "a")), Opener(_settings(tmp_path / "b"))
+    opening = opener.choose(offers.wire)
+    offers.close()
+    assert opening.chosen["backend"] == "tcp"
+    _works(opening, _settings(tmp_path / "a"))
+    opener.close()
+
+
+def test_a_nonce_of_other_content_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    offers = Offers(_settings(tmp_path / "a"))
+    (tmp_path / "b" / offers.wire[0]["nonce"]).write_bytes(b"something else")
+    opener = Opener(_settings(tmp_path / "b"))
+    assert opener.choose(offers.wire).chosen["backend"] == "tcp"
+    opener.close()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", "ring", "nonce-" + "0" * 31 + "/"])
+def test_a_name_that_is_not_a_nonces_is_never_opened(name: str, tmp_path: Path) -> None:
+    opener = Opener(_settings(tmp_path, tcp_host=None))
+    with pytest.raises(InvalidRequest, match="none of the offered links"):
+        opener.choose([{"backend": "shm", "nonce": name, "sha256": "0"}])
+
+
+@pytest.mark.parametrize("name", ["../ring", "nonce", "", "ring-zz"])
+def test_an_engine_opens_only_a_ring_file_of_its_directory(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="link file"):
+        attach({"backend": "shm", "file": name}, bytes(32), _settings(tmp_path))
+
+
+def test_a_full_directory_falls_back_to_tcp(tmp_path: Path) -> None:
+    engine = _settings(tmp_path)
+    huge = LinkSettings(directory=tmp_path, num_buffers=1 << 20, buffer_bytes=1 << 36)
+    offers, opener = Offers(engine), Opener(huge)
+    assert opener.choose(offers.wire).chosen["backend"] == "tcp"
+    offers.close()
+    assert not list(tmp_path.iterdir())
+    opener.close()
+
+
+def test_a_cancelled_opening_leaves_no_file_and_no_secret(tmp_path: Path) -> None:
+    offers, opener = Offers(_settings(tmp_path)), Opener(_settings(tmp_path))
+    opener.choose(offers.wire).cancel()
+    assert [p.name for p in tmp_path.iterdir()] == [offers.wire[0]["nonce"]]
+    opening = opener.choose([{"backend": "tcp"}])
+    opening.cancel()
+    end = attach(opening.chosen, opening.secret, _settings(None))
+    with pytest.raises(LinkClosed):
+        end.wait(end.submit(1, 0, 0, random_rows(1, 1), 1), torch.zeros(1, 1), deadline_s=5, add=True)
+    opener.close()
+    offers.close()
+
+
+def test_a_stranger_without_the_secret_gets_no_link() -> None:
+    listener = tcp.TcpListener("127.0.0.1", 0, opening_timeout_s=0.2)
+    listener.expect(b"a" * 32)
+    with (
+        socket.create_connection((listener.host, listener.port)) as silent,
+        socket.create_connection((listener.host, listener.port)) as stranger,
+    ):
+        stranger.sendall(b"b" * 32)
+        stranger.settimeout(5)
+        silent.settimeout(5)
+        assert stranger.recv(1) == b""
+        assert silent.recv(1) == b"", "a connection that says nothing is closed too"
+    with pytest.raises(LinkTimeout):
+        listener.take(b"a" * 32, 0.05)
+    listener.close()
+
+
+def test_a_secret_opens_one_link_only() -> None:
+    listener = tcp.TcpListener("127.0.0.1", 0)
+    listener.expect(b"a" * 32)
+    first = tcp.connect(listener.host, listener.port, b"a" * 32, timeout_s=5)
+    taken = listener.take(b"a" * 32, 5)
+    second = tcp.connect(listener.host, listener.port, b"a" * 32, timeout_s=5)
+    second.settimeout(5)
+    assert second.recv(1) == b""
+    for sock in (first, taken, second):
+        sock.close()
+    listener.close()
+
+
+def test_a_server_that_is_not_there_is_a_closed_link() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    chosen = {"backend": "tcp", "host": "127.0.0.1", "port": str(port), "num_buffers": "2", "buffer_bytes": "64"}
+    with pytest.raises(LinkClosed, match="no LoRA server listens"):
+        attach(chosen, bytes(32), _settings(None))
