@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilora.kernels.shrink import rank_block, weights_pointer
+from infinilora.kernels.shrink import padded_rank, rank_block, weights_of
 from infinilora.kernels.site_table import FIELDS, SiteTable
 
 SMALL_COLUMNS, LARGE_COLUMNS = 64, 128
@@ -59,7 +59,10 @@ def expand_kernel(
     if tl.load(record + 6) != KIND:
         return
     expert = tl.load(tile + 3).to(tl.int64)
-    bt = weights_pointer(tl.load(record + 1), KIND, ALIGNED) + expert * tl.load(record + 8)
+    bt = weights_of(record, 1, 8, expert, KIND, ALIGNED)
+    if ALIGNED:
+        # 16 bytes of the narrowest type; wider ones are aligned the more.
+        out_dim = tl.multiple_of(out_dim, 8 if KIND else 4)
 
     m = tl.arange(0, BLOCK_M)
     in_tile = m < rows
@@ -70,7 +73,7 @@ def expand_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        v_mask = in_tile[:, None] & (r < rank)[None, :]
+        v_mask = in_tile[:, None] & (r < padded_rank(rank))[None, :]
         v_block = tl.load(v_rows + r[None, :], mask=v_mask, other=0.0)
         for split in tl.static_range(1, SPLITS):
             v_block += tl.load(v_rows + split * v_plane + r[None, :], mask=v_mask, other=0.0)
@@ -119,7 +122,7 @@ def expand(
     """
     block_n = LARGE_COLUMNS if block_rows > rank_block(1) else SMALL_COLUMNS
     grid = (len(tiles), table.num_parts * triton.cdiv(table.out_dim, block_n))
-    for kind in table.kinds:
+    for kind, aligned in table.summary.kinds:
         expand_kernel[grid](
             v,
             out,
@@ -134,14 +137,14 @@ def expand(
             PARTS=table.num_parts,
             FIELDS=FIELDS,
             KIND=kind,
-            ALIGNED=table.is_aligned(kind),
+            ALIGNED=aligned,
             GATHER=order is not None,
             WEIGHTED=pair_weights is not None,
             ACCUMULATE=accumulate,
             UPCAST=bool(triton.knobs.runtime.interpret),
             SPLITS=v.shape[0],
             BLOCK_M=block_rows,
-            BLOCK_R=rank_block(table.max_rank),
+            BLOCK_R=rank_block(table.summary.max_rank),
             BLOCK_N=block_n,
             num_warps=4,
             num_stages=2,

@@ -29,7 +29,7 @@ def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulat
     """
     if not accumulate and not (rows.is_gapless and table.covers(rows.slots)):
         out.zero_()
-    if not len(rows.tiles) or not table.max_rank:
+    if not _has_work(table, rows):
         return
     v = shrink(
         table, _dense_rows(x), rows.tiles, order=None, top_k=1, num_rows=rows.num_rows, block_rows=rows.block_rows
@@ -46,7 +46,7 @@ def moe_gate_up(
     """
     if not accumulate:
         out.zero_()
-    if not len(rows.tiles) or not table.max_rank:
+    if not _has_work(table, rows):
         return
     pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     top_k, flat = topk_ids.shape[1], out.view(-1, out.shape[-1])
@@ -81,8 +81,11 @@ def moe_down(
     *,
     accumulate: bool,
 ) -> None:
-    """The delta of down, weighted and summed over k. act [T, k, f]; topk_ids int32, topk_weights [T, k]; out [T, h], contiguous in its rows."""
-    if not len(rows.tiles) or not table.max_rank:
+    """The delta of down, weighted and summed over k. act [T, k, f]; topk_ids int32 and topk_weights [T, k].
+
+    out [T, h], contiguous in its rows. An id outside 0..E-1 adds nothing.
+    """
+    if not _has_work(table, rows):
         if not accumulate:
             out.zero_()
         return
@@ -173,3 +176,10 @@ def sum_pairs(
 def _dense_rows(x: Tensor) -> Tensor:
     """Return x itself if its rows are contiguous, as the kernels want them."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _has_work(table: SiteTable, rows: StepRows) -> bool:
+    """Whether anything can be added at all. A slot that the table does not have would be read out of bounds."""
+    if rows.slots and max(rows.slots) >= table.num_slots:
+        raise ValueError(f"slot {max(rows.slots)} is not one of {table.num_slots}")
+    return len(rows.tiles) > 0 and table.summary.max_rank > 0

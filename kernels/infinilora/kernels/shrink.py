@@ -21,17 +21,27 @@ MIN_RANK_BLOCK, MAX_RANK_BLOCK = 16, 64
 
 
 @triton.jit
-def weights_pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A typed pointer from an address of a record."""
+def weights_of(
+    record, FIELD: tl.constexpr, EXPERT_FIELD: tl.constexpr, expert, KIND: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """A typed pointer to an expert's A or Bt, from the address and the expert stride of a record."""
+    address = tl.load(record + FIELD)
     if KIND == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif KIND == 1:
         pointer = address.to(tl.pointer_type(tl.bfloat16))
     else:
         pointer = address.to(tl.pointer_type(tl.float16))
+    pointer += expert * tl.load(record + EXPERT_FIELD)
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
+
+
+@triton.jit
+def padded_rank(rank):
+    """Ranks of v that are written: the rank, up to a multiple of 16, so that v is read in vectors. Zeros beyond it."""
+    return tl.multiple_of((rank + 15) // 16 * 16, 16)
 
 
 @triton.jit
@@ -75,7 +85,7 @@ def shrink_kernel(
     if tl.load(record + 6) != KIND:
         return
     expert = tl.load(tile + 3).to(tl.int64)
-    a = weights_pointer(tl.load(record), KIND, ALIGNED) + expert * tl.load(record + 7)
+    a = weights_of(record, 0, 7, expert, KIND, ALIGNED)
 
     m = tl.arange(0, BLOCK_M)
     in_tile = m < rows
@@ -96,7 +106,7 @@ def shrink_kernel(
         else:
             acc = tl.dot(x_block.to(tl.float32), a_block.to(tl.float32), acc, input_precision="tf32x3")
     v_block = v + tl.program_id(2).to(tl.int64) * v_plane + v_row[:, None] * v_stride + part * v_part + r[None, :]
-    tl.store(v_block, acc, mask=in_tile[:, None] & (r < rank)[None, :])
+    tl.store(v_block, acc, mask=in_tile[:, None] & (r < padded_rank(rank))[None, :])
 
 
 def rank_block(max_rank: int) -> int:
@@ -124,13 +134,14 @@ def shrink(
     is pair // top_k. `num_rows` counts rows of v: rows, or pairs.
     """
     block_k = 64 if x.dtype is torch.float32 else 128
-    ranks = triton.cdiv(table.max_rank, MIN_RANK_BLOCK) * MIN_RANK_BLOCK
-    splits = num_splits(len(tiles), table.max_rank, table.num_parts, table.in_dim, block_k)
+    max_rank = table.summary.max_rank
+    ranks = triton.cdiv(max_rank, MIN_RANK_BLOCK) * MIN_RANK_BLOCK
+    splits = num_splits(len(tiles), max_rank, table.num_parts, table.in_dim, block_k)
     split_width = triton.cdiv(triton.cdiv(table.in_dim, splits), block_k) * block_k
     v = torch.empty(splits, num_rows, table.num_parts, ranks, dtype=torch.float32, device=x.device)
-    block_r = rank_block(table.max_rank)
-    grid = (len(tiles), table.num_parts * triton.cdiv(table.max_rank, block_r), splits)
-    for kind in table.kinds:
+    block_r = rank_block(max_rank)
+    grid = (len(tiles), table.num_parts * triton.cdiv(max_rank, block_r), splits)
+    for kind, aligned in table.summary.kinds:
         shrink_kernel[grid](
             x,
             v,
@@ -146,7 +157,7 @@ def shrink(
             PARTS=table.num_parts,
             FIELDS=FIELDS,
             KIND=kind,
-            ALIGNED=table.is_aligned(kind),
+            ALIGNED=aligned,
             GATHER=order is not None,
             TOP_K=top_k,
             NATIVE=is_native(x.dtype, KINDS[kind]),

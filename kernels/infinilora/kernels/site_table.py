@@ -6,7 +6,9 @@ A record holds addresses and the true rank, so one launch serves adapters of unl
 without a copy. Rank 0 means: nothing is bound here. Knows no kernel; holds no weights (the caller does).
 """
 
+import itertools
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class SiteTable:
         self.num_experts = 0
         self.records = torch.zeros(num_slots, num_parts, FIELDS, dtype=torch.int64, device=device)
         self._bound: dict[int, SiteWeights] = {}
+        self.summary = Summary.of({})
 
     def bind(self, slot: int, parts: SiteWeights) -> None:
         """From now on rows of `slot` get these parts, which must outlive the binding."""
@@ -48,39 +51,38 @@ class SiteTable:
         rows = [_record(parts, index) for index in range(len(parts))]
         rows += [[0] * FIELDS] * (self.num_parts - len(parts))
         self.records[slot] = torch.tensor(rows, dtype=torch.int64)
+        self.summary = Summary.of(self._bound)
 
     def clear(self, slot: int) -> None:
         """Rows of `slot` get nothing from now on."""
         if self._bound.pop(slot, None) is not None:
             self.records[slot] = 0
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._bound
-
-    @property
-    def max_rank(self) -> int:
-        return max((part.rank for parts in self._bound.values() for part in parts), default=0)
-
-    @property
-    def kinds(self) -> tuple[int, ...]:
-        """The dtypes bound at present; a launch is made for each, so more than one is right and slower."""
-        return tuple(sorted({KINDS.index(parts[0].a.dtype) for parts in self._bound.values()}))
-
-    def is_aligned(self, kind: int) -> bool:
-        """Whether every row of every A and Bt of this dtype may be read in vectors of 16 bytes."""
-        return all(
-            _aligned(tensor)
-            for parts in self._bound.values()
-            for part in parts
-            for tensor in (part.a, part.bt)
-            if tensor.dtype == KINDS[kind]
-        )
+            self.summary = Summary.of(self._bound)
 
     def covers(self, slots: frozenset[int]) -> bool:
         """Whether the parts of each of these slots fill every output column."""
         return all(
             slot in self._bound and sum(part.out_dim for part in self._bound[slot]) == self.out_dim for slot in slots
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a launch must know of everything bound, worked out when something is bound and not at each launch."""
+
+    max_rank: int
+    kinds: tuple[tuple[int, bool], ...]
+    """(dtype, whether every row of every A and Bt of it may be read in vectors of 16 bytes); a launch for each."""
+
+    @classmethod
+    def of(cls, bound: dict[int, SiteWeights]) -> "Summary":
+        aligned: dict[int, bool] = {}
+        max_rank = 0
+        for part in itertools.chain.from_iterable(bound.values()):
+            kind = KINDS.index(part.a.dtype)
+            aligned[kind] = aligned.get(kind, True) and _aligned(part.a) and _aligned(part.bt)
+            max_rank = max(max_rank, part.rank)
+        return cls(max_rank=max_rank, kinds=tuple(sorted(aligned.items())))
 
 
 def _record(parts: SiteWeights, index: int) -> list[int]:

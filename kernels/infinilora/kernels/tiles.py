@@ -36,6 +36,11 @@ class StepRows:
     def of(cls, segments: Tensor, num_rows: int, device: torch.device | str) -> "StepRows":
         """`segments` int32 [n, 3] (row_start, rows, slot) on the host, in order of rows, not overlapping."""
         listed = [(start, rows, slot) for start, rows, slot in segments.tolist() if rows]
+        for start, rows, slot in listed:
+            if start < 0 or rows < 0 or start + rows > num_rows or slot < 0:
+                raise ValueError(
+                    f"segment ({start}, {rows}, {slot}): wanted rows inside 0..{num_rows} and a slot from 0 on"
+                )
         block_rows = LARGE if max((rows for _, rows, _ in listed), default=0) >= LARGE else SMALL
         tiles = [
             (start + at, min(block_rows, rows - at), slot, 0)
