@@ -17,7 +17,7 @@ from infinilora.cli.servers import answers
 from infinilora.cli.settings import child_env
 
 MODEL_READY_S = 300.0
-"""A large model takes its time to be read from a disk."""
+"""A large model takes its time to be read from a disk, and the gateway is ready once an engine is."""
 READY_S = 60.0
 
 
@@ -84,8 +84,8 @@ def lora_server(plan: Plan) -> Program:
 
 
 def gateway(plan: Plan) -> Program:
-    settings = {"HTTP_HOST": HOST, "HTTP_PORT": str(plan.gateway_port)}
-    return _program(plan, "gateway", settings, answers(f"{plan.url}/readyz"), READY_S)
+    settings = {"LISTEN": f"{HOST}:{plan.gateway_port}"}
+    return _program(plan, "gateway", settings, answers(f"{plan.url}/readyz"), MODEL_READY_S)
 
 
 def _program(plan: Plan, name: str, settings: dict[str, str], probe: Probe, ready_within_s: float) -> Program:
