@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from infinilora.engine.events import Hooks
 from infinilora.engine.loop import EngineLoop, Patience
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.model.checkpoint import Checkpoint, RandomTensors, TensorSource
@@ -52,6 +52,11 @@ class LoadedModel:
     decoder: Decoder
     card: BaseCard
     sizes: Sizes
+
+    @property
+    def activation_dtype(self) -> str:
+        """As a link's Hello names it."""
+        return {torch.float32: "F32", torch.bfloat16: "BF16"}[self.decoder.ops.dtype]
 
     @property
     def facts(self) -> ModelFacts:
@@ -105,15 +110,12 @@ def make_loop(
     *,
     max_waiting: int = 256,
     patience: Patience | None = None,
-    flush: Callable[[], None] | None = None,
-    on_crash: Callable[[BaseException], None] | None = None,
+    hooks: Hooks | None = None,
 ) -> EngineLoop:
     """An engine loop over a loaded model; not started."""
     pool = BlockPool(model.sizes.num_blocks, model.sizes.block_size)
     runner = Runner(model.decoder, lora, block_size=model.sizes.block_size)
-    return EngineLoop(
-        runner, lora, limits, pool, max_waiting=max_waiting, patience=patience, flush=flush, on_crash=on_crash
-    )
+    return EngineLoop(runner, lora, limits, pool, max_waiting=max_waiting, patience=patience, hooks=hooks)
 
 
 def _ops(options: ModelOptions) -> Ops:

@@ -45,7 +45,28 @@ class Failed:
     error: InfiniLoraError
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step in numbers. `cached_tokens`: found in the prefix cache by sequences that began in it."""
+
+    seconds: float
+    decode_rows: int
+    prefill_rows: int
+    cached_tokens: int
+    num_preempted: int
+    num_lost: int
+
+
 Event = Produced | PromptScored | Ended | Failed
 
 Sink = Callable[[Event], None]
 """Called from the step thread; returns at once and does not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What else the step thread calls: after each round, after each step, and as its last act if it dies."""
+
+    flush: Callable[[], None] = lambda: None
+    on_step: Callable[[StepReport], None] = lambda _: None
+    on_crash: Callable[[BaseException], None] = lambda _: None

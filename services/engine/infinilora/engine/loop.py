@@ -2,7 +2,7 @@
 
 Other threads talk to it through an inbox (`submit`, `abort`) and hear from it through each sequence's sink.
 Everything that goes wrong with one sequence ends that sequence alone; anything else ends the thread, and
-`on_crash` hears of it.
+a hook hears of it.
 """
 
 import logging
@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from infinilora.engine.events import Ended, Event, Failed, FinishReason, Produced, PromptScored, Sink
+from infinilora.engine.events import Ended, Event, Failed, FinishReason, Hooks, Produced, PromptScored, Sink, StepReport
 from infinilora.engine.leases import BackendLeases
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.runner import Outcome, Runner
 from infinilora.engine.sampler import Sampled, TokenScore
 from infinilora.engine.sched.blocks import BlockPool
-from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Scheduler
+from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Rows, Scheduler
 from infinilora.engine.sequence import Phase, Sequence
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import (
@@ -59,15 +59,8 @@ class Job:
     times_lost: int = 0
 
 
-def _nothing() -> None:
-    pass
-
-
 class EngineLoop:
-    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them.
-
-    `flush` is called after each round, when the sinks have been told what there was to tell.
-    """
+    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them."""
 
     def __init__(
         self,
@@ -78,8 +71,7 @@ class EngineLoop:
         *,
         max_waiting: int = 256,
         patience: Patience | None = None,
-        flush: Callable[[], None] | None = None,
-        on_crash: Callable[[BaseException], None] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self._runner = runner
         self._lora = lora
@@ -95,8 +87,7 @@ class EngineLoop:
         self._queue_lock = threading.Lock()
         self._load = EngineLoad(kv_blocks_free=pool.num_free, kv_blocks_total=pool.num_blocks)
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-        self._flush = flush or _nothing
-        self._on_crash = on_crash
+        self._hooks = hooks or Hooks()
 
     # Other threads ----------------------------------------------------------------------------------
 
@@ -165,10 +156,9 @@ class EngineLoop:
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
             self._drain_inbox()
-            self._flush()
+            self._hooks.flush()
         except BaseException as error:
-            if self._on_crash is not None:
-                self._on_crash(error)
+            self._hooks.on_crash(error)
             raise
 
     def _turn(self) -> bool:
@@ -181,10 +171,9 @@ class EngineLoop:
             self._adapter_failed(self._jobs[sequence])
         rows = [r for r in plan.rows if r.sequence.phase is Phase.RUNNING]
         if rows:
-            self._mark_first_step(plan)
-            self._settle(self._runner.run(rows))
+            self._step(rows, plan)
         self._publish_load()
-        self._flush()
+        self._hooks.flush()
         return bool(rows or plan.preempted or plan.failed)
 
     def _drain_inbox(self) -> None:
@@ -198,12 +187,16 @@ class EngineLoop:
         self._scheduler.add(job.sequence)
         self._publish_load()
 
-    def _mark_first_step(self, plan: Plan) -> None:
-        now = time.perf_counter()
-        for rows in plan.rows:
-            job = self._jobs.get(rows.sequence)
-            if job is not None and job.first_step_at is None:
-                job.first_step_at = now
+    def _step(self, rows: list[Rows], plan: Plan) -> None:
+        started, cached = time.perf_counter(), 0
+        for item in rows:
+            job = self._jobs[item.sequence]
+            if job.first_step_at is None:
+                job.first_step_at = started
+                cached += item.sequence.num_cached
+        outcome = self._runner.run(rows)
+        self._settle(outcome)
+        self._hooks.on_step(_report(outcome, plan, cached, time.perf_counter() - started))
 
     def _settle(self, outcome: Outcome) -> None:
         for rows in outcome.lost:
@@ -327,3 +320,15 @@ class EngineLoop:
             kv_blocks_total=scheduler.pool.num_blocks,
             digests=self._leases.held(),
         )
+
+
+def _report(outcome: Outcome, plan: Plan, cached: int, seconds: float) -> StepReport:
+    decode = sum(1 for rows in outcome.done if rows.count == 1)
+    return StepReport(
+        seconds=seconds,
+        decode_rows=decode,
+        prefill_rows=sum(rows.count for rows in outcome.done) - decode,
+        cached_tokens=cached,
+        num_preempted=len(plan.preempted),
+        num_lost=len(outcome.lost),
+    )

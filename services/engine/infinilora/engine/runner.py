@@ -141,7 +141,8 @@ class Runner:
 
     def _score_prompt(self, hidden: Tensor, item: Rows) -> dict[int, TokenScore]:
         """Row p predicts token p + 1: score those that are prompt tokens."""
-        sequence, scores = item.sequence, {}
+        sequence = item.sequence
+        scores: dict[int, TokenScore] = {}
         end = min(item.start + item.count, sequence.num_prompt - 1)
         for start in range(item.start, end, _SCORED_ROWS):
             stop = min(start + _SCORED_ROWS, end)

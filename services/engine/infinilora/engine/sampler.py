@@ -87,8 +87,8 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
             weights, device=logits.device, dtype=logits.dtype
         )
     if params.logit_bias:
-        ids, biases = zip(*params.logit_bias, strict=True)
-        logits[torch.tensor(ids, device=logits.device)] += torch.tensor(
+        biased, biases = zip(*params.logit_bias, strict=True)
+        logits[torch.tensor(biased, device=logits.device)] += torch.tensor(
             biases, device=logits.device, dtype=logits.dtype
         )
     if params.min_tokens > sequence.num_produced and params.stop_token_ids:

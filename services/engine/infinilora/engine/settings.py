@@ -1,9 +1,10 @@
 """What an engine reads from its environment, each as `INFINILORA_<NAME>`. Read once, in `__main__`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
 
 from infinilora.runtime.settings import Common
 
@@ -21,6 +22,8 @@ class Settings(Common):
     listen: str = "127.0.0.1:0"
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
+    metrics_listen: str = ""
+    """`host:port` for Prometheus; empty: no metrics."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -39,11 +42,23 @@ class Settings(Common):
     max_bypass: int = Field(default=256, ge=1)
 
     lora: Literal["remote", "local", "none"] = "remote"
+    link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")
     link_dir: Path | None = None
-    """A directory (tmpfs) that engine and LoRA servers of this host both see; None: TCP only."""
-    pool_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for adapters in `local` mode."""
+    """A directory (tmpfs) that LoRA servers of this host see too; None: no `shm`."""
+    link_buffers: int = Field(default=32, ge=2)
+    link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
+    pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """`local` mode: memory for adapters, at their true ranks."""
+    pool_slots: int = Field(default=1024, ge=1)
+    """`local` mode: adapters in the pool at most."""
+    cache_bytes: int = Field(default=4 << 30, ge=0)
+    """`local` mode: packed files on the local disk, under `var_dir`."""
     loading_patience_s: float = Field(default=30.0, gt=0)
     """A request whose adapter is not ready by then gets `adapter_loading`."""
     lost_patience_s: float = Field(default=1.5, gt=0)
     """A running request that lost its adapter for so long gets `adapter_failed`."""
+
+    @field_validator("link_backends", mode="before")
+    @classmethod
+    def _comma_list(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

@@ -3,9 +3,10 @@
 Owns the asyncio side; the step thread is loop.py's. Knows the wire, not how a token is made.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +28,7 @@ SERVICE = generate_pb2.DESCRIPTOR.services_by_name["Engine"]
 
 
 class Engine:
-    """Implements the gRPC service. `is_draining`: no new work, what runs finishes."""
+    """Implements the gRPC service. `is_draining`: no new work, what runs finishes. `idle`: no call is open."""
 
     def __init__(self, loop: EngineLoop, mailboxes: Mailboxes, facts: ModelFacts, traces: Telemetry) -> None:
         self._loop = loop
@@ -35,9 +36,11 @@ class Engine:
         self._facts = facts
         self._traces = traces
         self.is_draining = False
-        self.num_open = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._num_open = 0
 
-    async def generate(self, request: Any, call: Call) -> AsyncIterator[Any]:
+    async def generate(self, request: Any, call: Call) -> AsyncGenerator[Any, None]:
         """Stream a sequence's events. However this ends, the sequence is gone from the engine after it."""
         if self.is_draining:
             raise Unavailable("this engine is draining; ask another", retry_after_s=1.0)
@@ -48,11 +51,11 @@ class Engine:
                 async for event in events:
                     yield event
 
-    async def _stream(self, sequence: Sequence, deadline_s: float | None, span: Any) -> AsyncIterator[Any]:
+    async def _stream(self, sequence: Sequence, deadline_s: float | None, span: Any) -> AsyncGenerator[Any, None]:
         received = time.perf_counter()
         mailbox, sink = self._mailboxes.open()
         job = self._loop.submit(sequence, sink, deadline_s=deadline_s)
-        self.num_open += 1
+        self._opened(1)
         last: Event | None = None
         first_token: float | None = None
         try:
@@ -61,11 +64,18 @@ class Engine:
                 first_token = first_token or time.perf_counter()
                 yield write_event(last)
         finally:
-            self.num_open -= 1
             self._loop.abort(job)
+            self._opened(-1)
             if span.is_recording():
                 span.set_attributes(_attributes(job, last))
                 self._record_parts(job, received, first_token)
+
+    def _opened(self, change: int) -> None:
+        self._num_open += change
+        if self._num_open:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     def _record_parts(self, job: Job, received: float, first: float | None) -> None:
         """Within the request's span: its wait, its prefill, its decode."""
@@ -100,10 +110,10 @@ def _time_left_s(request: Any, call: Call) -> float | None:
 
 def _outcome(last: Event | None) -> str:
     match last:
-        case Ended(reason):
-            return reason
-        case Failed(error):
-            return error.code
+        case Ended():
+            return last.reason
+        case Failed():
+            return last.error.code
         case _:
             return "cancelled"
 
@@ -120,7 +130,7 @@ class Commands:
             raise StaleEpoch(f"epoch {command.epoch} was deposed; this engine has seen {self._epoch}")
         self._epoch = command.epoch
         match command.body:
-            case Drain(draining):
+            case Drain(draining=draining):
                 self._engine.is_draining = draining
                 logger.info("drain command", extra={"draining": draining, "epoch": command.epoch})
             case other:

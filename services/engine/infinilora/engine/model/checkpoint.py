@@ -6,14 +6,13 @@ Knows names and shapes (names.py), not what a tensor is for. Tensors are read on
 import json
 import zlib
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infinilora.engine.model.names import LM_HEAD, Shapes, tensor_shapes
+from infinilora.engine.model.names import LM_HEAD, tensor_shapes
 from infinilora.engine.model.spec import ModelSpec
 from infinilora.protocol.errors import InvalidRequest
 
@@ -49,17 +48,10 @@ class Checkpoint:
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         self._spec = spec
-        self._files = {path: safe_open(path, framework="pt") for path in _shard_paths(directory)}
-        self._where = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118 - not a dict
+        files: list[Any] = [safe_open(path, framework="pt") for path in _shard_paths(directory)]
+        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
         self._directory = directory
         self._check()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._files.clear()
-        self._where.clear()
 
     def get(self, name: str) -> Tensor:
         if name in self._where:
@@ -144,6 +136,3 @@ def _check_readable(path: Path) -> None:
         raise InvalidRequest(f"{path} is named in the index and is missing") from None
     except SafetensorError as error:
         raise InvalidRequest(f"{path}: damaged safetensors file ({error})") from None
-
-
-__all__ = ["Checkpoint", "RandomTensors", "Shapes", "TensorSource"]

@@ -6,6 +6,7 @@ adapters has no plan and never reaches the LoRA interface.
 
 import math
 
+import torch
 from torch import Tensor
 
 from infinilora.engine.lora.interface import LoraBackend, StepPlan
@@ -62,7 +63,7 @@ class Decoder:
     def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Q [T, Hq, D], k and v [T, Hkv, D]; q and k normed, then all three clipped, where the model does."""
         spec, ops = self.spec, self.ops
-        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        q, k, v = torch.split_with_sizes(qkv, (spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         if layer.q_norm is not None and layer.k_norm is not None:
             width = -1 if spec.qk_norm == "full" else spec.head_dim
             q = ops.rms_norm(q.reshape(-1, q.shape[-1] if width < 0 else width), layer.q_norm, spec.norm_eps)

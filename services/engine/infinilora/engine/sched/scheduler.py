@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from infinilora.engine.sched.blocks import BlockPool, chain_next, chain_root
 from infinilora.engine.sequence import Phase, Sequence
@@ -55,7 +55,8 @@ class Limits:
     max_bypass: int = 256
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rows:
     """Tokens [start, start + count) of a sequence, to be computed in this step."""
 
     sequence: Sequence

@@ -1,0 +1,171 @@
+"""Opens the LoRA backend that the settings name: remote (LoRA servers), local (a pool of our own), or none.
+
+Everything a backend needs from the control plane is fed to it here: the groups that beat, the placement table.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from infinilora.engine.assemble import LoadedModel
+from infinilora.engine.lora.choose import Group
+from infinilora.engine.lora.grouplink import Identity
+from infinilora.engine.lora.interface import LoraBackend
+from infinilora.engine.lora.local import LocalLora
+from infinilora.engine.lora.none import NoLora
+from infinilora.engine.lora.remote import RemoteLora
+from infinilora.engine.settings import Settings
+from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.link.open import LinkSettings
+from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.control import GroupLoad, Placement
+from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.ids import Fingerprint
+from infinilora.runtime.blobs import BlobStore
+from infinilora.runtime.bus import Bus
+from infinilora.runtime.members import Members
+from infinilora.runtime.membership import Member
+from infinilora.runtime.rpc import Channels
+from infinilora.runtime.service import Service
+from infinilora.runtime.store import RedisStore, Store
+
+logger = logging.getLogger(__name__)
+
+_PLACEMENT_REPAIR_S = 5.0
+
+
+class Bell:
+    """Rung by a backend when a lease may have changed; heard by the step loop, which is made later."""
+
+    def __init__(self) -> None:
+        self._hear: Callable[[], None] | None = None
+
+    def connect(self, hear: Callable[[], None]) -> None:
+        self._hear = hear
+
+    def ring(self) -> None:
+        if self._hear is not None:
+            self._hear()
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What an engine knows of the others."""
+
+    bus: Bus
+    members: Members
+    blobs: BlobStore
+
+
+@asynccontextmanager
+async def open_lora(
+    settings: Settings, model: LoadedModel, service: Service, around: Around, bell: Bell
+) -> AsyncIterator[LoraBackend]:
+    """The backend, closed at the end of the block; by then the step thread must have stopped."""
+    match settings.lora:
+        case "none":
+            yield NoLora()
+        case "local":
+            pool = _open_pool(settings, model, around.blobs, service)
+            try:
+                yield LocalLora(pool, bell.ring)
+            finally:
+                pool.close()
+        case "remote":
+            async with _open_remote(settings, model, service, around, bell) as backend:
+                yield backend
+
+
+def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service: Service) -> AdapterPool:
+    card, device = model.card, settings.device
+    kernels = SlotKernels(
+        num_slots=settings.pool_slots, num_layers=card.num_layers + 1, device=device, threads=settings.threads
+    )
+    config = PoolConfig(
+        base=card.fingerprint,
+        num_layers=card.num_layers,
+        capacity_bytes=settings.pool_bytes,
+        num_slots=settings.pool_slots,
+        cache_dir=settings.var_dir / "cache" / settings.engine_id,
+        cache_bytes=settings.cache_bytes,
+        device=device,
+    )
+    logger.info("local pool", extra={"pool_bytes": settings.pool_bytes, "num_slots": settings.pool_slots})
+    return AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe)
+
+
+@asynccontextmanager
+async def _open_remote(
+    settings: Settings, model: LoadedModel, service: Service, around: Around, bell: Bell
+) -> AsyncIterator[RemoteLora]:
+    base = model.card.fingerprint
+    identity = Identity(
+        engine_id=settings.engine_id,
+        incarnation=service.incarnation,
+        base=base,
+        dtype=model.activation_dtype,
+        max_rows=settings.step_tokens,
+    )
+    async with AsyncExitStack() as stack:
+        channels = await stack.enter_async_context(Channels(token=settings.rpc_token.get_secret_value()))
+        store = await stack.enter_async_context(RedisStore(settings.redis_url))
+        backend = RemoteLora(
+            model.card, identity, channels=channels, link=_link_settings(settings), on_change=bell.ring
+        )
+        stack.callback(backend.close)
+        service.spawn(backend.run(), "links")
+        service.spawn(_follow_groups(backend, around.members, base, settings.beat_ms / 1000), "groups")
+        service.spawn(_follow_placement(backend, around.bus), "placement")
+        service.spawn(_repair_placement(backend, store, base), "placement repair")
+        yield backend
+
+
+def _link_settings(settings: Settings) -> LinkSettings:
+    return LinkSettings(
+        directory=settings.link_dir if "shm" in settings.link_backends else None,
+        tcp_host="127.0.0.1" if "tcp" in settings.link_backends else None,
+        num_buffers=settings.link_buffers,
+        buffer_bytes=settings.link_buffer_bytes,
+    )
+
+
+async def _follow_groups(backend: RemoteLora, members: Members, base: Fingerprint, interval_s: float) -> None:
+    """Free bytes and residency move with every beat, so the fleet is read at that pace."""
+    while True:
+        backend.update_groups(list(groups_of(members.alive("lora-server"), base)))
+        await asyncio.sleep(interval_s / 2)
+
+
+def groups_of(members: Iterable[Member], base: Fingerprint) -> Iterable[Group]:
+    """The LoRA server groups of a base, as their last beats told."""
+    for member in members:
+        beat = member.beat
+        if beat.base == base and isinstance(beat.load, GroupLoad):
+            yield Group(
+                name=beat.group,
+                address=beat.address,
+                incarnation=beat.incarnation,
+                bytes_free=beat.load.bytes_free,
+                resident=frozenset(beat.load.resident),
+            )
+
+
+async def _follow_placement(backend: RemoteLora, bus: Bus) -> None:
+    async for placement in bus.subscribe(subjects.PLACEMENT_EVENTS, Placement):
+        backend.update_placement(placement)
+
+
+async def _repair_placement(backend: RemoteLora, store: Store, base: Fingerprint) -> None:
+    """Events may be lost: what stands in the store is what counts."""
+    while True:
+        try:
+            found = await store.get(keys.placement(base), Placement)
+        except Unavailable as error:
+            logger.debug("placement not read", extra={"error": error.message})
+        else:
+            if found is not None:
+                backend.update_placement(found.value)
+        await asyncio.sleep(_PLACEMENT_REPAIR_S)

@@ -1,0 +1,29 @@
+"""What the step loop reports, as metrics."""
+
+from collections.abc import Callable
+
+from infinilora.engine.events import StepReport
+from infinilora.protocol.control import EngineLoad
+from infinilora.runtime.metrics import EngineMetrics
+
+
+class Meter:
+    """Counts steps; reads queue lengths when scraped."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def watch(self, load: Callable[[], EngineLoad]) -> None:
+        self._metrics.running.set_function(lambda: load().running)
+        self._metrics.waiting.set_function(lambda: load().waiting)
+        self._metrics.kv_blocks_free.set_function(lambda: load().kv_blocks_free)
+
+    def step(self, report: StepReport) -> None:
+        m = self._metrics
+        m.step_s.observe(report.seconds)
+        m.step_rows.labels("decode").inc(report.decode_rows)
+        m.step_rows.labels("prefill").inc(report.prefill_rows)
+        m.preemptions.inc(report.num_preempted)
+        m.steps_lost.inc(1 if report.num_lost else 0)
+        m.prefix_hits.labels("hit").inc(report.cached_tokens)
+        m.prefix_hits.labels("miss").inc(report.prefill_rows)

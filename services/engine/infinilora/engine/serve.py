@@ -1,0 +1,143 @@
+"""The life of an engine process: load, open every door, say how it goes, drain, stop."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
+from infinilora.engine.backends import Around, Bell, open_lora
+from infinilora.engine.events import Hooks
+from infinilora.engine.loop import EngineLoop, Patience
+from infinilora.engine.mailboxes import Mailboxes
+from infinilora.engine.meter import Meter
+from infinilora.engine.publish import keep_publishing
+from infinilora.engine.sched.scheduler import Limits
+from infinilora.engine.settings import Settings
+from infinilora.engine.worker import SERVICE, Commands, Engine
+from infinilora.protocol import subjects
+from infinilora.protocol.control import Beat, Command
+from infinilora.runtime import metrics, rpc, telemetry
+from infinilora.runtime.blobs import open_blobs
+from infinilora.runtime.bus import NatsBus
+from infinilora.runtime.members import Heart, Members
+from infinilora.runtime.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: Settings, service: Service) -> None:
+    """Serve until a stop is asked for; then take nothing new, let what runs finish, and close."""
+    model = await asyncio.to_thread(load_model, _model_options(settings))
+    async with AsyncExitStack() as stack:
+        around = await _reach_out(settings, stack)
+        engine, loop = await stack.enter_async_context(_engine(settings, service, model, around))
+        token = settings.rpc_token.get_secret_value()
+        server = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, engine)], token=token))
+        address = settings.advertise or server.address
+        heart = Heart(
+            settings.nats_url,
+            partial(_beat, settings, service, model, engine, loop, address),
+            interval_s=settings.beat_ms / 1000,
+        )
+        service.spawn(heart.run(), "heart")
+        service.spawn(keep_publishing(around.blobs, model.card, settings.model), "publish")
+        await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, Commands(engine).handle)
+        service.ready()
+        heart.beat_now()
+        logger.info("engine serves", extra={"address": address, "model": model.card.name, "lora": settings.lora})
+        await service.draining.wait()
+        engine.is_draining = True
+        heart.beat_now()
+        await engine.idle.wait()
+
+
+async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
+    bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
+    members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
+    blobs = open_blobs(
+        settings.store_url, access_key=settings.s3_access_key, secret_key=settings.s3_secret_key.get_secret_value()
+    )
+    return Around(bus, await stack.enter_async_context(members), blobs)
+
+
+@asynccontextmanager
+async def _engine(
+    settings: Settings, service: Service, model: LoadedModel, around: Around
+) -> AsyncIterator[tuple[Engine, EngineLoop]]:
+    """The step thread and its door; the thread has stopped when the block has ended."""
+    mailboxes, bell = Mailboxes(), Bell()
+    traces = telemetry.setup(
+        "engine",
+        settings.otlp_endpoint,
+        process_id=settings.engine_id,
+        ratio=settings.trace_ratio,
+        delay_ms=settings.trace_delay_ms,
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, traces.shutdown)
+        meter = _measure(settings, stack)
+        lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
+        loop = make_loop(
+            model,
+            lora,
+            Limits(settings.max_running, settings.step_tokens, settings.max_bypass),
+            max_waiting=settings.max_waiting,
+            patience=Patience(settings.loading_patience_s, settings.lost_patience_s),
+            hooks=_hooks(mailboxes, meter, service),
+        )
+        if meter is not None:
+            meter.watch(lambda: loop.load)
+        bell.connect(loop.wake)
+        loop.start()
+        stack.push_async_callback(asyncio.to_thread, loop.stop)
+        yield Engine(loop, mailboxes, model.facts, traces), loop
+
+
+def _measure(settings: Settings, stack: AsyncExitStack) -> Meter | None:
+    if not settings.metrics_listen:
+        return None
+    host, _, port = settings.metrics_listen.rpartition(":")
+    registry = metrics.new_registry()
+    _, stop = metrics.serve(registry, host, int(port))
+    stack.callback(stop)
+    return Meter(metrics.EngineMetrics(registry))
+
+
+def _hooks(mailboxes: Mailboxes, meter: Meter | None, service: Service) -> Hooks:
+    hooks = Hooks(flush=mailboxes.flush, on_crash=service.fail_threadsafe)
+    return hooks if meter is None else replace(hooks, on_step=meter.step)
+
+
+def _model_options(settings: Settings) -> ModelOptions:
+    return ModelOptions(
+        directory=settings.model,
+        served_name=settings.served_name,
+        load_format=settings.load_format,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        kv_bytes=settings.kv_bytes,
+        kv_block=settings.kv_block,
+        max_model_len=settings.max_model_len,
+        max_running=settings.max_running,
+    )
+
+
+def _beat(
+    settings: Settings, service: Service, model: LoadedModel, engine: Engine, loop: EngineLoop, address: str
+) -> Beat:
+    """Runs on the heart's thread: reads only."""
+    return Beat(
+        kind="engine",
+        id=settings.engine_id,
+        incarnation=service.incarnation,
+        seq=0,
+        state="draining" if engine.is_draining else service.state,
+        address=address,
+        base=model.card.fingerprint,
+        model=model.card.name,
+        load=loop.load,
+    )
