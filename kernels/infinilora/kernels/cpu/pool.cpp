@@ -1,8 +1,5 @@
 // Workers sleep on a futex after a bounded spin, so an idle pool costs nothing and a busy one wakes quickly.
-//
-//   state   | ticket: which job this is | waiting callers sleep on `done`, workers on `ticket`
-//
-// One job at a time: `caller_lock` is only ever tried, never waited for.
+// One job at a time.
 #include "pool.h"
 
 #include <atomic>
@@ -64,43 +61,43 @@ void wait_until(std::atomic<uint32_t>& word, std::atomic<int>& sleepers, int64_t
   sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-struct Job {
-  const void* data = nullptr;
-  RunChunk run = nullptr;
-  int num_chunks = 0;
-};
-
-// Between jobs: `left` is 0, `next` >= the last job's chunks, no worker is `inside`.
+// What the workers may see of a job. `work` holds the job's number above and the chunks not yet taken below.
+// A chunk is taken by compare-and-swap: where it succeeds, `work` held chunks of that very job since it was
+// read, so the job was not over and its fields did not change meanwhile. A worker that was away for long
+// fails to take a chunk, harms nothing, and is waited for by nobody.
 struct Pool {
-  pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER;  // only ever tried by a job, never waited for
   pthread_t workers[kMaxThreads];
   int num_workers = 0;
   std::atomic<bool> stop{false};
   std::atomic<int64_t> spin_ns{30000};  // about the Python between two operations of one layer
 
-  Job job;
-  alignas(64) std::atomic<uint32_t> ticket{0};  // raised for each job; workers sleep on it
-  std::atomic<int> sleeping_workers{0};
-  alignas(64) std::atomic<int> next{0};         // the next chunk to take
+  std::atomic<const void*> data{nullptr};
+  std::atomic<RunChunk> run{nullptr};
+  std::atomic<uint32_t> num_chunks{0};
+  alignas(64) std::atomic<uint64_t> work{0};
   alignas(64) std::atomic<uint32_t> left{0};    // chunks not yet finished; the caller sleeps on it
   std::atomic<int> sleeping_caller{0};
-  alignas(64) std::atomic<int> inside{0};       // workers that may be looking at `job`
-  std::atomic<bool> open{false};                // `job` may be looked at
+  alignas(64) std::atomic<uint32_t> ticket{0};  // raised for each job; workers sleep on it
+  std::atomic<int> sleeping_workers{0};
 };
 
 Pool pool;
 thread_local bool in_job = false;
 
-void finish_chunk() {
-  if (pool.left.fetch_sub(1, std::memory_order_seq_cst) != 1) return;
-  if (pool.sleeping_caller.load(std::memory_order_seq_cst)) futex_wake(pool.left);
-}
+constexpr uint64_t kChunkMask = 0xffffffff;
 
-void take_chunks(const Job& job, int thread) {
+void take_chunks(int thread) {
   in_job = true;
-  for (int chunk; (chunk = pool.next.fetch_add(1, std::memory_order_relaxed)) < job.num_chunks;) {
-    job.run(job.data, chunk, thread);
-    finish_chunk();
+  uint64_t seen = pool.work.load(std::memory_order_acquire);
+  while ((seen & kChunkMask) != 0) {
+    const void* data = pool.data.load(std::memory_order_relaxed);
+    RunChunk run = pool.run.load(std::memory_order_relaxed);
+    uint32_t num_chunks = pool.num_chunks.load(std::memory_order_relaxed);
+    if (!pool.work.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
+    run(data, static_cast<int>(num_chunks - static_cast<uint32_t>(seen & kChunkMask)), thread);
+    if (pool.left.fetch_sub(1, std::memory_order_seq_cst) == 1 && pool.sleeping_caller.load()) futex_wake(pool.left);
+    seen = pool.work.load(std::memory_order_acquire);
   }
   in_job = false;
 }
@@ -119,10 +116,7 @@ void* work(void* argument) {
     wait_until(pool.ticket, pool.sleeping_workers, pool.spin_ns.load(std::memory_order_relaxed), changed);
     seen = pool.ticket.load(std::memory_order_acquire);
     if (pool.stop.load(std::memory_order_acquire)) return nullptr;
-    // Enter first, then look: the caller closes the job, then waits for those inside.
-    pool.inside.fetch_add(1, std::memory_order_seq_cst);
-    if (pool.open.load(std::memory_order_seq_cst)) take_chunks(pool.job, start.thread);
-    pool.inside.fetch_sub(1, std::memory_order_seq_cst);
+    take_chunks(start.thread);
   }
 }
 
@@ -155,8 +149,6 @@ void start_workers(int count) {
 void forget_workers() {
   pool.num_workers = 0;
   pool.sleeping_workers.store(0);
-  pool.inside.store(0);
-  pool.open.store(false);
   pool.caller_lock = PTHREAD_MUTEX_INITIALIZER;
 }
 
@@ -174,17 +166,16 @@ void parallel_for(int num_chunks, const void* data, RunChunk run) {
   bool alone = num_chunks <= 1 || pool.num_workers == 0 || in_job;
   if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) return run_alone(num_chunks, data, run);
 
-  pool.job = {data, run, num_chunks};
+  pool.data.store(data, std::memory_order_relaxed);
+  pool.run.store(run, std::memory_order_relaxed);
+  pool.num_chunks.store(num_chunks, std::memory_order_relaxed);
   pool.left.store(num_chunks, std::memory_order_relaxed);
-  pool.next.store(0, std::memory_order_relaxed);
-  pool.open.store(true, std::memory_order_seq_cst);
+  uint64_t number = (pool.work.load(std::memory_order_relaxed) >> 32) + 1;
+  pool.work.store(number << 32 | static_cast<uint32_t>(num_chunks), std::memory_order_release);
   announce();
-  take_chunks(pool.job, 0);
-  int64_t spin = pool.spin_ns.load(std::memory_order_relaxed);
-  wait_until(pool.left, pool.sleeping_caller, spin,
+  take_chunks(0);
+  wait_until(pool.left, pool.sleeping_caller, pool.spin_ns.load(std::memory_order_relaxed),
              [] { return pool.left.load(std::memory_order_acquire) == 0; });
-  pool.open.store(false, std::memory_order_seq_cst);
-  while (pool.inside.load(std::memory_order_seq_cst) != 0) sched_yield();  // leaving: no chunk is left to run
   pthread_mutex_unlock(&pool.caller_lock);
 }
 
