@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
@@ -22,6 +22,7 @@ from nats.aio.msg import Msg
 from infinilora.protocol import subjects
 from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable, WireError, from_wire
 from infinilora.runtime import telemetry
+from infinilora.runtime.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +151,10 @@ class NatsBus:
         self._name = name
         self._client: nats.aio.client.Client | None = None
         self._connected = asyncio.Event()
-        self._group = asyncio.TaskGroup()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         self._routes: dict[object, _Route] = {}
         self._making: set[asyncio.Task[None]] = set()
         self._watchers: list[Callable[[bool], None]] = []
-        self._is_closing = False
         self._durable: deque[_Durable] = deque()
         self._durable_waits = asyncio.Event()
         self._durable_done = asyncio.Event()
@@ -163,8 +162,9 @@ class NatsBus:
         self.dropped_events = 0
 
     async def __aenter__(self) -> "NatsBus":
-        await self._group.__aenter__()
-        self._tasks = [self._spawn(self._keep_connected()), self._spawn(self._send_durable())]
+        await self._tasks.open()
+        self._tasks.spawn(self._keep_connected())
+        self._tasks.spawn(self._send_durable())
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -175,14 +175,11 @@ class NatsBus:
                 logger.warning(
                     "closing with messages unsent", extra={"durable": len(self._durable), "error": str(error)}
                 )
-        self._is_closing = True
         routes, self._routes = self._routes, {}
         for key in routes:
             if isinstance(key, Subscription):
                 key.close()
-        for task in self._tasks:
-            task.cancel()
-        await self._group.__aexit__(*exc)
+        await self._tasks.close(*exc)
 
     @property
     def is_connected(self) -> bool:
@@ -239,8 +236,7 @@ class NatsBus:
         decoder = msgspec.json.Decoder(kind)
 
         async def deliver(message: Msg) -> None:
-            if not self._is_closing:
-                self._spawn(self._answer(message, decoder, handler))
+            self._tasks.spawn(self._answer(message, decoder, handler))
 
         task = self._add_route(deliver, _Route(subject, deliver))
         if task is not None:
@@ -266,9 +262,6 @@ class NatsBus:
             raise Unavailable(f"the broker did not answer within {timeout_s} s", retry_after_s=1.0) from error
 
     # The connection
-
-    def _spawn(self, coro: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._group.create_task(coro)
 
     async def _keep_connected(self) -> None:
         last_error = ""
@@ -328,9 +321,10 @@ class NatsBus:
         self._routes[key] = route
         if self._client is None:
             return None
-        route.making = self._spawn(self._make(route, self._client))
-        self._making.add(route.making)
-        route.making.add_done_callback(self._making.discard)
+        route.making = self._tasks.spawn(self._make(route, self._client))
+        if route.making is not None:
+            self._making.add(route.making)
+            route.making.add_done_callback(self._making.discard)
         return route.making
 
     async def _settle(self) -> None:
@@ -347,7 +341,7 @@ class NatsBus:
     def _forget(self, subscription: Subscription[Any]) -> None:
         route = self._routes.pop(subscription, None)
         if route is not None and self._client is not None:
-            self._spawn(route.unmake())
+            self._tasks.spawn(route.unmake())
 
     # Handlers and durable messages
 

@@ -20,8 +20,9 @@ import msgspec
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, ProcessKind
 from infinilora.protocol.errors import Unavailable
-from infinilora.runtime.bus import Bus, NatsBus
+from infinilora.runtime.bus import Bus, NatsBus, Subscription
 from infinilora.runtime.membership import Change, Member, Membership, of_kind
+from infinilora.runtime.tasks import Tasks
 
 CHANGES_LIMIT = 1000
 STOP_S = 1.0
@@ -96,21 +97,18 @@ class Members:
         self._clock = clock
         self._view = Membership(interval_s)
         self._watchers: list[_Watcher] = []
-        self._group = asyncio.TaskGroup()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     async def __aenter__(self) -> "Members":
-        await self._group.__aenter__()
+        await self._tasks.open()
         self._bus.on_state(self._on_bus)
-        self._task = self._group.create_task(self._watch())
+        self._tasks.spawn(self._watch([self._bus.subscribe(subjects.heartbeats(k), Beat) for k in self._kinds]))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        if self._task is not None:
-            self._task.cancel()
         for watcher in self._watchers:
             watcher.end()
-        await self._group.__aexit__(*exc)
+        await self._tasks.close(*exc)
 
     @property
     def is_frozen(self) -> bool:
@@ -134,8 +132,7 @@ class Members:
         self._watchers.append(watcher)
         return watcher.changes(lambda: self._watchers.remove(watcher))
 
-    async def _watch(self) -> None:
-        subscriptions = [self._bus.subscribe(subjects.heartbeats(kind), Beat) for kind in self._kinds]
+    async def _watch(self, subscriptions: list[Subscription[Beat]]) -> None:
         try:
             while True:
                 # Polled, not awaited: at a quarter of an interval nothing is late, and a beat costs no wake-up.

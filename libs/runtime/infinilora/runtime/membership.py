@@ -64,6 +64,7 @@ class Membership:
         self._interval_s = interval_s
         self._members: dict[MemberKey, Member] = {}
         self._frozen_until = 0.0
+        self._proved_at = 0.0
         self._bus_is_away = False
         self._wants_proof = False
         self._swept_at: float | None = None
@@ -88,6 +89,7 @@ class Membership:
     def bus_proved(self, now: float) -> None:
         """The bus is (back) there. What was silent so far gets two intervals to speak."""
         self._bus_is_away = self._wants_proof = False
+        self._proved_at = now
         self._freeze(now)
 
     def hear(self, beat: Beat, now: float) -> list[Change]:
@@ -136,7 +138,7 @@ class Membership:
         """Most of the living are silent, two or more of them only now: one alone may simply have died."""
         living = [m for m in self._members.values() if m.health != "dead"]
         silent = [m for m in living if now - m.heard_at >= SUSPECT_BEATS * self._interval_s]
-        newly = [m for m in silent if m.heard_at >= self._frozen_until]
+        newly = [m for m in silent if m.heard_at >= self._proved_at]
         return len(newly) >= 2 and 2 * len(silent) > len(living)
 
     def _freeze(self, now: float) -> None:

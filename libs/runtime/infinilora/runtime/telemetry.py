@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -100,6 +99,9 @@ def setup(service: str, endpoint: str, *, process_id: str = "", ratio: float = 1
     """Send spans to an OTLP/gRPC `endpoint` (`http://host:4317`); empty: no tracing at all."""
     if not endpoint:
         return Telemetry()
+    # Late: the exporter brings gRPC and protobufs along, a second of start-up that most processes do not need.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"), timeout=2)
     # Not made the global provider: a test builds two services in one process.
     provider = TracerProvider(

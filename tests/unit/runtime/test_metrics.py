@@ -1,0 +1,70 @@
+"""Instruments are bounded, per registry, and readable by Prometheus."""
+
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from infinilora.runtime import metrics
+
+
+def names(page: bytes) -> set[str]:
+    return {family.name for family in text_string_to_metric_families(page.decode())}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        metrics.ProcessMetrics,
+        metrics.GatewayMetrics,
+        metrics.EngineMetrics,
+        metrics.LoraServerMetrics,
+        metrics.CoordinatorMetrics,
+    ],
+)
+def test_two_processes_of_one_kind_can_live_in_one(group: type[metrics.EngineMetrics]) -> None:
+    first, second = metrics.new_registry(), metrics.new_registry()
+    group(first)
+    group(second)
+    assert names(metrics.render(first)) == names(metrics.render(second)) != set()
+
+
+def test_the_names_that_others_rely_on_are_there() -> None:
+    registry = metrics.new_registry()
+    metrics.GatewayMetrics(registry)
+    assert {
+        "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_server_request_duration_seconds",
+        "vllm:lora_requests_info",
+        "infinilora_requests",
+    } <= names(metrics.render(registry))
+
+
+def test_only_the_top_names_become_labels() -> None:
+    top = metrics.TopNames(limit=2)
+    assert top.label("t/a") == "other"
+    top.set(["t/a", "t/b", "t/c"])
+    assert [top.label(name) for name in ("t/a", "t/b", "t/c", None)] == ["t/a", "t/b", "other", "base"]
+
+
+def test_ties_are_read_when_scraped() -> None:
+    registry = metrics.new_registry()
+    state = {"connected": True}
+    metrics.ProcessMetrics(registry).watch(bus_connected=lambda: state["connected"], events_dropped=lambda: 3)
+    assert b"infinilora_bus_connected 1.0" in metrics.render(registry)
+    state["connected"] = False
+    page = metrics.render(registry)
+    assert b"infinilora_bus_connected 0.0" in page
+    assert b"infinilora_bus_events_dropped 3.0" in page
+
+
+def test_a_service_without_http_is_scraped_from_a_thread() -> None:
+    registry = metrics.new_registry()
+    metrics.EngineMetrics(registry).running.set(4)
+    port, stop = metrics.serve(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            assert b"infinilora_engine_running 4.0" in answer.read()
+    finally:
+        stop()

@@ -1,0 +1,57 @@
+"""What a process does with its environment."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field, ValidationError
+
+from infinilora.runtime.settings import Common, read
+
+
+class Settings(Common):
+    """As a service declares them."""
+
+    threads: int = Field(default=2, ge=1)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("INFINILORA_NATS_URL", "nats://u:hidden@127.0.0.1:4222")
+    monkeypatch.setenv("INFINILORA_REDIS_URL", "redis://:hidden@127.0.0.1:6379/0")
+    monkeypatch.setenv("INFINILORA_STORE_URL", "file:///tmp/x")
+    monkeypatch.setenv("INFINILORA_S3_SECRET_KEY", "hidden")
+    return monkeypatch
+
+
+def test_the_environment_is_read_with_its_prefix(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("INFINILORA_THREADS", "5")
+    environment.setenv("INFINILORA_VAR_DIR", "/tmp/var")
+    settings = read(Settings)
+    assert (settings.threads, settings.var_dir, settings.log_level) == (5, Path("/tmp/var"), "info")
+
+
+def test_what_is_missing_or_wrong_is_named_and_ends_the_process(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.delenv("INFINILORA_NATS_URL")
+    environment.setenv("INFINILORA_THREADS", "0")
+    with pytest.raises(SystemExit) as caught:
+        read(Settings)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "INFINILORA_NATS_URL" in said
+    assert "INFINILORA_THREADS" in said
+
+
+@pytest.mark.usefixtures("environment")
+def test_no_secret_shows_in_a_repr() -> None:
+    assert "hidden" not in repr(read(Settings))
+
+
+@pytest.mark.usefixtures("environment")
+def test_settings_do_not_change_and_take_nothing_unknown() -> None:
+    settings = read(Settings)
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.threads = 3
+    with pytest.raises(ValidationError, match="nonsense"):
+        Settings.model_validate({"nonsense": 1})
