@@ -46,6 +46,7 @@ class Server:
     """A child process with a port and a data directory that outlive its lives."""
 
     name = "server"
+    ready_s = READY_S
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -81,7 +82,7 @@ class Server:
             )
         is_up = False
         try:
-            wait_until(self._is_up, f"{self.name} on port {self.port}")
+            wait_until(self._is_up, f"{self.name} on port {self.port}", self.ready_s)
             is_up = True
         finally:
             if not is_up:
