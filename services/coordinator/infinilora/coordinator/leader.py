@@ -32,7 +32,7 @@ class Leadership:
         self.epoch = 0
         """The newest epoch known here, whoever leads."""
         self.leader: str | None = None
-        """The owner of the lease as last read."""
+        """The owner of the lease as last read; None while nobody holds it or we cannot know."""
 
     @property
     def is_leading(self) -> bool:
@@ -57,6 +57,8 @@ class Leadership:
                 await self._acquire(asked_at)
         except Unavailable as error:
             logger.debug("lease not renewed", extra={"error": error.message})
+            if not self.is_leading:
+                self.leader = None
         self._show()
 
     async def resign(self) -> None:
