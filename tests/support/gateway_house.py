@@ -5,6 +5,7 @@ async with open_house(tmp_path) as house:
 """
 
 import asyncio
+import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -22,11 +23,13 @@ from typing_extensions import override
 from infinilora.gateway.settings import Settings
 from infinilora.gateway.wiring import Connections, Gateway, build
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.adapter import AdapterRecord, BaseCard, VersionRecord
+from infinilora.protocol.ids import Digest, digest_of
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
+from infinilora.runtime.store import AddMember, Raise
 from infinilora.runtime.telemetry import Telemetry
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
@@ -42,6 +45,7 @@ TEMPLATE = (
 )
 
 
+@functools.cache
 def byte_tokenizer() -> Tokenizer:
     """A byte-level BPE tokenizer with a few merges: most characters beyond ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
@@ -109,12 +113,37 @@ class House:
     def adapter_dir(self, name: str, **options: Any) -> Path:
         return write_peft_adapter(self.root / "adapters" / name, self.card, **{"rank": 4, "seed": 1} | options)
 
-    async def register(self, name: str, *, digest: bool = True, **options: Any) -> str:
+    async def register(self, name: str, **options: Any) -> str:
         """Register a fresh random adapter; its digest."""
         source = self.adapter_dir(name, **options)
         answer = await self.http.post("/v1/adapters", json={"name": name, "source": f"file://{source}"})
         assert answer.status_code == 200, answer.text
         return str(answer.json()["digest"])
+
+    async def seed(self, name: str, *, tenant: str = "default", fallback: str = "none") -> Digest:
+        """Write an adapter's record as if it had been registered: for tests that need a name and no files."""
+        digest = digest_of(f"{tenant}/{name}".encode())
+        version = VersionRecord(
+            version=1,
+            digest=digest,
+            created_at="2026-01-02T03:04:05+00:00",
+            source="test",
+            num_bytes=1,
+            max_rank=4,
+        )
+        record = AdapterRecord(
+            tenant=tenant,
+            name=name,
+            base=self.card.fingerprint,
+            revision=1,
+            current=digest,
+            versions=(version,),
+            fallback=fallback,
+        )
+        effects = [AddMember(keys.REGISTRY_INDEX, f"{tenant}/{name}"), Raise(keys.REGISTRY_REVISION)]
+        assert await self.store.compare_and_set(keys.adapter(tenant, name), None, record, also=effects)
+        await self.gateway.registry.refresh()
+        return digest
 
     async def until_idle(self, within_s: float = 5.0) -> None:
         """Wait until no engine runs and no place is taken."""

@@ -29,6 +29,15 @@ SERVICE = DESCRIPTOR.services_by_name["Engine"]
 
 
 @dataclass
+class Loss:
+    """The next stream to have given `after` tokens is lost, once. May be shared by engines."""
+
+    after: int
+    error: InfiniLoraError
+    is_spent: bool = False
+
+
+@dataclass
 class ScriptedEngine:
     """One engine. Tests read `requests`, `running` and `cancelled`, and set the rest."""
 
@@ -41,9 +50,7 @@ class ScriptedEngine:
     """What each digest ("": the base) says; after it comes the end. Without a script: `foretold` for ever."""
     refuse: list[InfiniLoraError] = field(default_factory=list)
     """Errors for the next calls, before their first event."""
-    lose_after: int | None = None
-    """Tokens after which the next call is lost, once."""
-    lost_with: InfiniLoraError | None = None
+    loss: Loss | None = None
     pause_after: int | None = None
     """Tokens after which calls wait until `go` is set."""
     emits_stop_token: bool = False
@@ -107,9 +114,9 @@ class ScriptedEngine:
             if is_end:
                 yield self._end(request, "stop", index + 1, token_id)
                 return
-            if self.lose_after is not None and index + 1 >= self.lose_after and self.lost_with:
-                self.lose_after = None
-                raise self.lost_with
+            if self.loss and not self.loss.is_spent and index + 1 >= self.loss.after:
+                self.loss.is_spent = True
+                raise self.loss.error
             if self.pause_after is not None and index + 1 >= self.pause_after:
                 await self.go.wait()
         yield self._end(request, "length", sampling.max_tokens)

@@ -52,7 +52,7 @@ async def pack_adapter(source: Path, card: BaseCard, work: Path, limits: IngestL
     await asyncio.to_thread(card_file.write_bytes, msgspec.json.encode(card))
     worker = ("-m", "infinilora.weights.ingest", "--source", source, "--card", card_file, "--out", out)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, confine.__file__, str(limits.memory_mb), str(limits.cpu_s)),
+        *(sys.executable, "-IS", confine.__file__, str(limits.memory_mb), str(limits.cpu_s)),
         *(sys.executable, *map(str, worker)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

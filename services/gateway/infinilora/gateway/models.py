@@ -24,9 +24,9 @@ def show_model(catalog: Catalog, tenant: str, name: str) -> dict[str, Any]:
     if target.digest is not None:
         record = catalog.find(target.tenant, target.name)
         return _adapter(catalog, record) | {"id": name, "digest": target.digest}
-    for entry in catalog.served_bases():
-        if entry.base == target.base:
-            return _base(entry) | {"id": name}
+    entries = [entry for entry in catalog.served_bases() if entry.base == target.base]
+    if entries:
+        return _base(next((entry for entry in entries if entry.name == name), entries[0])) | {"id": name}
     raise ModelNotFound(f"base model '{name[:80]}' is not served now", param="model")
 
 
