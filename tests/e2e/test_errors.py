@@ -10,7 +10,7 @@ import pytest
 from support.api import Api
 from support.oracle import ATTENTION, Oracle, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -31,7 +31,7 @@ def corrupt(adapter: Path) -> None:
 
 
 async def test_bad_input_is_refused_by_name_and_nothing_else_notices(stacks: StackFactory, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     oracle = Oracle(checkpoint)
     good = write_adapter(tmp_path / "good", checkpoint, rank=4, targets=ATTENTION, seed=1, std=0.3)
     broken = write_adapter(tmp_path / "broken", checkpoint, rank=4, targets=ATTENTION, seed=2)
@@ -62,7 +62,7 @@ async def test_bad_input_is_refused_by_name_and_nothing_else_notices(stacks: Sta
 
 
 async def test_over_capacity_is_told_when_to_come_back(stacks: StackFactory, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     oracle = Oracle(checkpoint)
     api = await stacks.start(checkpoint, env={"INFINILORA_MAX_CONCURRENT_REQUESTS": "4"})
     pids = stacks.stack.pids()

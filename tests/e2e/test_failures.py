@@ -10,11 +10,12 @@ import pytest
 from support.api import Api, stream_ids
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 PROMPT = [5, 77, 12, 3, 99, 41, 8, 120]
+LONG = 8000
 STABLE_CODES = {"adapter_failed", "adapter_loading", "unavailable", "overloaded"}
 
 
@@ -29,7 +30,7 @@ class World:
 
 
 async def build(stacks: StackFactory, root: Path) -> World:
-    checkpoint = tiny_checkpoint("llama", root / "tiny")
+    checkpoint = make_tiny_model("llama-long", root / "tiny").directory
     oracle = Oracle(checkpoint)
     adapter = write_adapter(root / "a", checkpoint, rank=8, targets=ATTENTION + MLP, seed=1, std=0.3)
     assert oracle.effect(PROMPT, adapter) >= 0.3
@@ -52,13 +53,13 @@ async def test_a_killed_lora_server_is_an_error_or_a_pause_never_base(stacks: St
     world = await build(stacks, tmp_path)
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(read(world.api, "a", started=started, max_tokens=400))
+        reading = tasks.create_task(read(world.api, "a", started=started, max_tokens=LONG))
         await started.wait()
         stacks.stack.kill("lora-server")
     events = reading.result()
     tokens = stream_ids(events)
     world.assert_right(tokens)
-    if len(tokens) < 400:
+    if len(tokens) < LONG:
         assert events[-1]["error"]["code"] in STABLE_CODES
     again = await eventually(lambda: world.api.generate("a", PROMPT, max_tokens=8), within_s=20)
     world.assert_right(again)
@@ -85,14 +86,14 @@ async def test_streams_and_resident_adapters_outlive_the_bus_and_the_store(
     pids = {n: p for n, p in stacks.stack.pids().items() if n != away}
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(read(world.api, "a", started=started, max_tokens=400))
+        reading = tasks.create_task(read(world.api, "a", started=started, max_tokens=LONG))
         await started.wait()
         outage = tasks.create_task(stacks.stack.outage(away, for_s=10))
         while not outage.done():
             world.assert_right(await world.api.generate("a", PROMPT, max_tokens=4))
             world.assert_right(await world.api.generate("tiny", PROMPT, max_tokens=4), adapter=False)
     tokens = stream_ids(reading.result())
-    assert len(tokens) == 400
+    assert len(tokens) == LONG
     world.assert_right(tokens)
     listed = await world.api.wait("/v1/adapters", lambda b: bool(b["data"]), within_s=20)
     assert [entry["name"] for entry in listed["data"]] == ["a"]

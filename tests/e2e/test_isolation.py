@@ -8,7 +8,7 @@ import pytest
 from support.api import Api
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -25,7 +25,7 @@ async def score(api: Api, model: str) -> list[float]:
 
 
 async def test_base_is_untouched_and_a_wrong_adapter_would_show(stacks: StackFactory, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     oracle = Oracle(checkpoint)
     a, b = (
         write_adapter(tmp_path / n, checkpoint, rank=8, targets=ATTENTION + MLP, seed=s, std=0.2)
@@ -47,7 +47,7 @@ async def test_base_is_untouched_and_a_wrong_adapter_would_show(stacks: StackFac
 
 
 async def test_a_replaced_adapter_never_reuses_the_old_ones_cache(stacks: StackFactory, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     oracle = Oracle(checkpoint)
     old, new = (
         write_adapter(tmp_path / n, checkpoint, rank=8, targets=ATTENTION, seed=s, std=0.3)

@@ -10,7 +10,7 @@ import pytest
 from support.api import Api
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import FAMILIES, tiny_checkpoint
+from support.tiny_models import DENSE, MOE, make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -71,7 +71,7 @@ def cases(adapters: dict[str, Path]) -> list[Case]:
 
 
 async def serve_and_check(factory: StackFactory, family: str, root: Path, **options: str) -> None:
-    checkpoint = tiny_checkpoint(family, root / "tiny")
+    checkpoint = make_tiny_model(family, root / "tiny").directory
     oracle = Oracle(checkpoint)
     probe = [random.Random(3).randrange(128) for _ in range(24)]
     adapters = make_adapters(root / "adapters", checkpoint, oracle, probe)
@@ -86,7 +86,7 @@ async def serve_and_check(factory: StackFactory, family: str, root: Path, **opti
             together.create_task(check(api, oracle, case))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE + MOE)
 async def test_every_family_serves_what_transformers_computes(
     family: str, stacks: StackFactory, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.api import Api, stream_ids
 from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -39,7 +39,7 @@ def is_idle(fleet: dict[str, Any]) -> bool:
 
 
 async def test_streams_of_three_adapters_and_base_with_clients_that_leave(stacks: StackFactory, tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     oracle = Oracle(checkpoint)
     adapters: dict[str, Path | None] = {
         f"a{rank}": write_adapter(

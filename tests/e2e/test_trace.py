@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from support.oracle import ATTENTION, write_adapter
 from support.stacks import StackFactory
-from support.tiny_models import tiny_checkpoint
+from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -66,7 +66,7 @@ async def collector() -> AsyncIterator[Collector]:
 async def test_one_request_is_one_trace_across_three_services(
     collector: Collector, stacks: StackFactory, tmp_path: Path
 ) -> None:
-    checkpoint = tiny_checkpoint("llama", tmp_path / "tiny")
+    checkpoint = make_tiny_model("llama", tmp_path / "tiny").directory
     adapter = write_adapter(tmp_path / "a", checkpoint, rank=4, targets=ATTENTION, seed=1)
     api = await stacks.start(checkpoint, env={"INFINILORA_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"})
     await api.register("a", adapter)

@@ -49,6 +49,7 @@ CONFIGS: dict[str, Any] = {
     "llama": lambda: _config("Llama"),
     "llama-biased": lambda: _config("Llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
     "llama-tied": lambda: _config("Llama", tie_word_embeddings=True, num_key_value_heads=1),
+    "llama-long": lambda: _config("Llama", max_position_embeddings=16384),
     "llama-rope3": lambda: _config("Llama", rope_parameters=_LLAMA3_ROPE),
     "llama-yarn": lambda: _config("Llama", rope_parameters=_YARN_ROPE),
     "llama-linear": lambda: _config(
