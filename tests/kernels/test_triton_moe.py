@@ -139,7 +139,7 @@ def test_rows_read_in_vectors_give_the_same(device: str, dtype: torch.dtype) -> 
 
 def test_a_column_that_no_part_covers_is_zero(device: str) -> None:
     whole = down_bound(F32)
-    bound = {slot: (Part(p[0].a, p[0].bt[:, :, 8:30].contiguous(), p[0].scale, 8),) for slot, p in whole.items()}
+    bound: Bound = {slot: (Part(p[0].a, p[0].bt[:, :, 8:30].contiguous(), p[0].scale, 8),) for slot, p in whole.items()}
     act, (ids, weights) = normal(NUM_ROWS, TOP_K, FF), routing()
     wanted = lora_maths.moe_down(bound, SEGMENTS, act, ids, weights, HIDDEN)
     assert not wanted[:, :8].any()

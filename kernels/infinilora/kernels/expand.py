@@ -97,6 +97,8 @@ def expand_kernel(
     if WEIGHTED:
         acc *= tl.load(pair_weights + row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
     offset = tl.load(record + 3).to(tl.int32)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 8)
     out_block = out + row[:, None] * out_stride + offset + n[None, :]
     mask = in_tile[:, None] & (n < out_dim)[None, :]
     if ACCUMULATE:

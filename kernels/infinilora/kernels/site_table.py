@@ -22,6 +22,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtype of a record's weights is KINDS[kind]; the kernels spell the numbers out."""
 
 _VECTOR_BYTES = 16
+_VECTOR_COLUMNS = 8
 
 
 class SiteTable:
@@ -72,7 +73,7 @@ class Summary:
 
     max_rank: int
     kinds: tuple[tuple[int, bool], ...]
-    """(dtype, whether every row of every A and Bt of it may be read in vectors of 16 bytes); a launch for each."""
+    """(dtype, whether all its rows and output columns start on 16 bytes, to be moved in vectors); a launch for each."""
 
     @classmethod
     def of(cls, bound: dict[int, SiteWeights]) -> "Summary":
@@ -80,7 +81,8 @@ class Summary:
         max_rank = 0
         for part in itertools.chain.from_iterable(bound.values()):
             kind = KINDS.index(part.a.dtype)
-            aligned[kind] = aligned.get(kind, True) and _aligned(part.a) and _aligned(part.bt)
+            columns = part.out_offset % _VECTOR_COLUMNS == 0
+            aligned[kind] = aligned.get(kind, True) and columns and _aligned(part.a) and _aligned(part.bt)
             max_rank = max(max_rank, part.rank)
         return cls(max_rank=max_rank, kinds=tuple(sorted(aligned.items())))
 

@@ -1,0 +1,54 @@
+"""The Triton kernels compile for Hopper on a machine without a GPU, to the instructions they were written for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
+SHARED_BYTES_OF_A_BLOCK = 232_448
+"""What one block of a Hopper GPU can have."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "90"], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_has_a_hopper_binary(compiled: list[dict[str, Any]]) -> None:
+    assert {case["kernel"] for case in compiled} == {"shrink_kernel", "expand_kernel", "sum_pairs_kernel"}
+    for case in compiled:
+        assert "sm_90" in case["target"]
+        assert case["cubin_bytes"] > 0
+        assert case["shared_bytes"] <= SHARED_BYTES_OF_A_BLOCK
+
+
+def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    for case in compiled:
+        if case["rows"] == 64:
+            assert case["wgmma"] > 0, case
+        elif case["rows"] is not None:
+            assert case["mma"] > 0, case
+
+
+def test_weights_and_outputs_move_in_vectors(compiled: list[dict[str, Any]]) -> None:
+    for case in compiled:
+        if case["rows"] is not None:
+            assert case["vector_loads"] > 0, case
+            assert case["scalar_weight_loads"] == 0, case
+
+
+def test_nothing_is_summed_by_atomics(compiled: list[dict[str, Any]]) -> None:
+    assert [case["atomics"] for case in compiled] == [0] * len(compiled)

@@ -1,0 +1,124 @@
+"""Compile every Triton kernel for one GPU architecture, without a GPU; print a JSON line for each.
+
+A program of its own: it must run in a process without TRITON_INTERPRET.
+
+    python tests/support/compile_triton.py 90
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from infinilora.kernels import expand, moe, shrink
+from infinilora.kernels.site_table import FIELDS
+
+POINTERS = {"v": "*fp32", "tiles": "*i32", "order": "*i32", "records": "*i64", "pair_weights": "*fp32"}
+DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width", "out_stride", "columns")
+"""Numbers that are multiples of 16 in every model, which Triton then specialises on."""
+
+DECODE, PREFILL = 16, 64
+
+
+def shrink_case(kind: int, x: str, rows: int) -> dict[str, Any]:
+    return {
+        "kernel": shrink.shrink_kernel,
+        "pointers": POINTERS | {"x": x},
+        "stages": 3,
+        "constants": {
+            "PARTS": 3,
+            "FIELDS": FIELDS,
+            "KIND": kind,
+            "ALIGNED": True,
+            "GATHER": rows == PREFILL,
+            "TOP_K": 1,
+            "NATIVE": (kind, x) in ((1, "*bf16"), (2, "*fp16")),
+            "BLOCK_M": rows,
+            "BLOCK_R": rows,
+            "BLOCK_K": 64 if x == "*fp32" else 128,
+        },
+    }
+
+
+def expand_case(kind: int, out: str, rows: int) -> dict[str, Any]:
+    return {
+        "kernel": expand.expand_kernel,
+        "pointers": POINTERS | {"out": out},
+        "stages": 2,
+        "constants": {
+            "PARTS": 3,
+            "FIELDS": FIELDS,
+            "KIND": kind,
+            "ALIGNED": True,
+            "GATHER": rows == PREFILL,
+            "WEIGHTED": rows == PREFILL,
+            "ACCUMULATE": rows == DECODE,
+            "UPCAST": False,
+            "SPLITS": 4 if rows == DECODE else 1,
+            "BLOCK_M": rows,
+            "BLOCK_R": rows,
+            "BLOCK_N": 2 * rows if rows == PREFILL else 64,
+        },
+    }
+
+
+def sum_pairs_case() -> dict[str, Any]:
+    pointers = {"weighted": "*fp32", "out": "*bf16", "topk_ids": "*i32", "slot_index": "*i64", "slot_list": "*i32"}
+    constants = {"PARTS": 1, "FIELDS": FIELDS, "TOP_K": 8, "ACCUMULATE": True, "BLOCK_N": moe.COLUMNS}
+    return {
+        "kernel": moe.sum_pairs_kernel,
+        "pointers": POINTERS | pointers,
+        "stages": 2,
+        "constants": constants,
+    }
+
+
+CASES = [
+    *(shrink_case(kind, x, rows) for kind, x in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
+    shrink_case(2, "*fp16", DECODE),
+    shrink_case(1, "*fp32", DECODE),
+    *(expand_case(kind, out, rows) for kind, out in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
+    expand_case(2, "*bf16", DECODE),
+    sum_pairs_case(),
+]
+
+
+def compile_case(case: dict[str, Any], capability: int) -> dict[str, Any]:
+    kernel, constants = case["kernel"], case["constants"]
+    signature, values, hints = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = case["pointers"].get(name, "i32")
+        if signature[name].startswith("*") or name in DIVISIBLE:
+            hints[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 4, "num_stages": case["stages"]},
+    )
+    ptx = compiled.asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "kind": constants.get("KIND"),
+        "rows": constants.get("BLOCK_M"),
+        "target": next(line for line in ptx.splitlines() if line.startswith(".target")),
+        "cubin_bytes": len(compiled.asm["cubin"]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "vector_loads": ptx.count("cp.async.cg.shared.global"),
+        "scalar_weight_loads": ptx.count("ld.global.b16"),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(json.dumps(compile_case(case, int(sys.argv[1]))), flush=True)
