@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,7 +40,7 @@ def test_a_row_that_fits_no_buffer_is_refused_with_the_size_it_needs() -> None:
         rows_per_chunk(1, 1000, 600_000, 4096)
 
 
-def _site(**changes: int) -> Header:
+def _site(**changes: Any) -> Header:
     return Header(Kind.SITE, rows=2, in_cols=3, out_cols=5, payload_bytes=24)._replace(**changes)
 
 
