@@ -11,7 +11,7 @@ import torch
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.loader import RETRY_AFTER_S
 from infinilora.pool.pool import AdapterPool, LeaseState, PoolConfig
-from infinilora.pool.slots import Limits
+from infinilora.pool.tenancy import Limits
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, Overloaded, Unavailable

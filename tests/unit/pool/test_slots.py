@@ -5,7 +5,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infinilora.pool.slots import Drain, Limits, Place, Refuse, SlotState, SlotTable
+from infinilora.pool.slots import SlotTable
+from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, SlotState
 from infinilora.protocol.errors import AdapterFailed, Overloaded
 from infinilora.protocol.ids import Digest
 

@@ -7,10 +7,33 @@ An adapter is worth keeping for the time that its next use would cost, per byte 
 The least worth goes first. Pinned adapters and those in use are never chosen.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinilora.protocol.ids import Digest
+
+HALF_LIFE_S = 60.0
+MAX_REMEMBERED = 4096
+
+
+class Heat:
+    """Decayed uses of each digest (half-life HALF_LIFE_S). Told the time; forgets the longest unused past its limit."""
+
+    def __init__(self) -> None:
+        self._scores: dict[Digest, tuple[float, float]] = {}
+
+    def warm(self, digest: Digest, now: float) -> None:
+        """Count one use."""
+        score, stamp = self._scores.pop(digest, (0.0, now))
+        self._scores[digest] = (score * math.exp2((stamp - now) / HALF_LIFE_S) + 1.0, now)
+        if len(self._scores) > MAX_REMEMBERED:
+            del self._scores[next(iter(self._scores))]
+
+    def of(self, digest: Digest, now: float) -> float:
+        """Uses per second: a steady rate r settles at r."""
+        score, stamp = self._scores.get(digest, (0.0, now))
+        return score * math.exp2((stamp - now) / HALF_LIFE_S) * math.log(2) / HALF_LIFE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from infinilora.pool.cache import DiskCache
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.loader import Binder, Loader, Target
 from infinilora.pool.pages import PageArena, Run
-from infinilora.pool.slots import Drain, Limits, Place, Refuse, Slot, SlotState, SlotTable
+from infinilora.pool.slots import SlotTable
+from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotState
 from infinilora.pool.tiers import Tiers
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import Digest, Fingerprint
@@ -259,7 +260,9 @@ class AdapterPool:
         now = time.monotonic()
         with self._lock:
             if digest not in self._table.waiting:
-                self._loader.cancel(digest)
+                # Staged: news of an earlier load, overtaken by a later one. Else nobody wants it any more.
+                if self._table.slot_of(digest) is None:
+                    self._loader.cancel(digest)
                 return
             if error := self._misfit(digest, header):
                 self._loader.cancel(digest)

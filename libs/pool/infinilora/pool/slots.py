@@ -16,104 +16,12 @@ asked to be staged) come after all leases, never age, and never push out a lease
 The caller asks `decide` for one decision at a time, acts, and reports with `place`, `no_room`, `emptied`, `refuse`.
 """
 
-import math
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import takewhile
 
-from infinilora.pool.evict import Candidate, choose_victims
+from infinilora.pool.evict import Candidate, Heat, choose_victims
+from infinilora.pool.tenancy import DEFAULT_RELOAD_S, Decision, Drain, Limits, Place, Refuse, Slot, SlotState, Waiting
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded
 from infinilora.protocol.ids import Digest
-
-HEAT_HALF_LIFE_S = 60.0
-MAX_REMEMBERED_HEATS = 4096
-DEFAULT_RELOAD_S = 0.1
-
-
-class SlotState(Enum):
-    """EMPTY: nobody's. STAGING: layers arrive. READY: all are there. DRAINING: memory is being given back."""
-
-    EMPTY = "empty"
-    STAGING = "staging"
-    READY = "ready"
-    DRAINING = "draining"
-
-
-@dataclass(slots=True)
-class Slot:
-    """An adapter's place. `holders` lease it; `is_wanted` keeps an unleased load going (a Stage hint or a pin)."""
-
-    index: int
-    slot_generation: int
-    state: SlotState = SlotState.EMPTY
-    digest: Digest | None = None
-    num_bytes: int = 0
-    num_layers: int = 0
-    layers_ready: int = 0
-    staged_at: float = 0.0
-    reload_s: float = DEFAULT_RELOAD_S
-    holders: set[str] = field(default_factory=set)
-    is_wanted: bool = False
-    evict_when_idle: bool = False
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A digest without a slot. `num_bytes` is None until its manifest is read.
-
-    It waits `since` its size was known and somebody asked. `split_at`: how many slots had been freed when its room
-    lay in too many pieces (`no_room`).
-    """
-
-    digest: Digest
-    holders: set[str] = field(default_factory=set)
-    is_wanted: bool = False
-    num_bytes: int | None = None
-    num_layers: int = 0
-    since: float = 0.0
-    bypassed: int = 0
-    split_at: int | None = None
-
-    @property
-    def has_claim(self) -> bool:
-        return bool(self.holders) or self.is_wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Give this slot's memory back (stop its load first, if one runs), then report `emptied`."""
-
-    slot: int
-    slot_generation: int
-    digest: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Find memory for this digest, then report `place`, or `no_room` if it lies in too many pieces."""
-
-    digest: Digest
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell whoever waits for this digest, and report `refuse`."""
-
-    digest: Digest
-    error: InfiniLoraError
-
-
-Decision = Drain | Place | Refuse
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long and how often a waiting digest may be passed by later ones; see the module's text."""
-
-    max_bypass: int = 16
-    age_after_s: float = 2.0
-    max_wait_s: float = 30.0
 
 
 class SlotTable:
@@ -134,7 +42,7 @@ class SlotTable:
         self.is_draining = False
         self._live: dict[Digest, Slot] = {}
         self._num_freed = 0
-        self._heat: dict[Digest, tuple[float, float]] = {}
+        self._heat = Heat()
 
     # What is asked for ---------------------------------------------------------------------------
 
@@ -145,7 +53,7 @@ class SlotTable:
             return slot
         if self.is_draining:
             raise _draining()
-        self._warm(digest, now)
+        self._heat.warm(digest, now)
         if slot is None:
             entry = self._wait_for(digest)
             if not entry.holders:
@@ -164,7 +72,7 @@ class SlotTable:
                 del self.waiting[digest]
         if (slot := self._live.get(digest)) and holder in slot.holders:
             slot.holders.remove(holder)
-            self._warm(digest, now)
+            self._heat.warm(digest, now)
 
     def held_by(self, holder: str) -> tuple[Digest, ...]:
         """All digests that the holder leases or waits for."""
@@ -376,18 +284,13 @@ class SlotTable:
     def pinned_bytes(self, *, without: Digest | None = None) -> int:
         return sum(s.num_bytes for d, s in self._live.items() if d in self.pins and d != without)
 
-    def heat(self, digest: Digest, now: float) -> float:
-        """Decayed leases per second of this pool's own traffic (half-life HEAT_HALF_LIFE_S)."""
-        score, stamp = self._heat.get(digest, (0.0, now))
-        return score * math.exp2((stamp - now) / HEAT_HALF_LIFE_S) * math.log(2) / HEAT_HALF_LIFE_S
-
     def candidates(self, now: float, *, for_hint: bool) -> list[Candidate]:
         """What eviction is told of each adapter that is or will be resident."""
         return [
             Candidate(
                 digest=d,
                 num_bytes=s.num_bytes,
-                heat=self.heat(d, now),
+                heat=self._heat.of(d, now),
                 reload_s=s.reload_s,
                 is_pinned=d in self.pins,
                 in_use=bool(s.holders) or s.state is not SlotState.READY or (for_hint and s.is_wanted),
@@ -406,12 +309,6 @@ class SlotTable:
             assert (slot.state is SlotState.EMPTY) == (slot.digest is None)
             assert not slot.holders or slot.state in (SlotState.STAGING, SlotState.READY)
             assert (slot.state is SlotState.READY) <= (slot.layers_ready == slot.num_layers)
-
-    def _warm(self, digest: Digest, now: float) -> None:
-        score, stamp = self._heat.pop(digest, (0.0, now))
-        self._heat[digest] = (score * math.exp2((stamp - now) / HEAT_HALF_LIFE_S) + 1.0, now)
-        if len(self._heat) > MAX_REMEMBERED_HEATS:
-            del self._heat[next(iter(self._heat))]
 
 
 def _draining() -> Overloaded:

@@ -17,7 +17,7 @@ from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
 from infinilora.lora_server.report import beat, keep_residency, watch_pool
 from infinilora.lora_server.settings import Settings
 from infinilora.pool.pool import AdapterPool, PoolConfig
-from infinilora.pool.slots import Limits
+from infinilora.pool.tenancy import Limits
 from infinilora.protocol import subjects
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Command
