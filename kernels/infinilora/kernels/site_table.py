@@ -60,6 +60,10 @@ class SiteTable:
             self.records[slot] = 0
             self.summary = Summary.of(self._bound)
 
+    def items(self) -> tuple[tuple[int, SiteWeights], ...]:
+        """What is bound: (slot, parts)."""
+        return tuple(self._bound.items())
+
     def covers(self, slots: frozenset[int]) -> bool:
         """Whether the parts of each of these slots fill every output column."""
         return all(

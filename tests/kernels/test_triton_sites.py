@@ -1,0 +1,103 @@
+"""Many sites on one device: bound, widened, cleared, and run step after step."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, SiteWeights, segment_table
+from support import lora_maths
+from support.triton_sites import TOLERANCE, largest_error, make_bound, poisoned, to_device
+
+if TYPE_CHECKING:
+    from infinilora.kernels.device_sites import DeviceSites
+
+F32 = torch.float32
+IN_DIM, OUT_DIM = 24, 40
+SEGMENTS = ((0, 2, 0), (2, 3, 1))
+NUM_ROWS = 6
+
+
+@pytest.fixture
+def bound() -> dict[int, SiteWeights]:
+    return make_bound(((2, 3), (5, 1)), (24, 16), in_dim=IN_DIM, dtypes=[F32])
+
+
+def rows_of(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_sites(bound: dict[int, SiteWeights], device: str, site: int = 0, out_dim: int = OUT_DIM) -> "DeviceSites":
+    from infinilora.kernels.device_sites import DeviceSites
+
+    sites = DeviceSites(num_slots=4, num_layers=2, device=torch.device(device))
+    for slot, parts in to_device(bound, device).items():
+        sites.bind(slot, 1, site, parts, parts[0].a.shape[-1], out_dim)
+    return sites
+
+
+def test_each_site_has_weights_of_its_own(device: str, bound: dict[int, SiteWeights]) -> None:
+    sites, x = make_sites(bound, device), rows_of(0, NUM_ROWS, IN_DIM)
+    other = make_bound(((4, 2), (1, 1)), (24, 16), in_dim=IN_DIM, dtypes=[F32], seed=2)
+    for slot, parts in to_device(other, device).items():
+        sites.bind(slot, 0, 0, parts, IN_DIM, OUT_DIM)
+    for layer, weights in ((1, bound), (0, other)):
+        out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+        sites.dense(layer, 0, segment_table(SEGMENTS), x.to(device), out, accumulate=False)
+        assert largest_error(out, lora_maths.dense(weights, SEGMENTS, x, OUT_DIM)) < TOLERANCE[F32]
+
+
+def test_an_unbound_site_is_zeros_or_leaves_all_as_it_was(device: str, bound: dict[int, SiteWeights]) -> None:
+    sites, x = make_sites(bound, device), rows_of(0, NUM_ROWS, IN_DIM).to(device)
+    out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+    sites.dense(0, 3, segment_table(SEGMENTS), x, out, accumulate=False)
+    assert not out.any()
+    before = rows_of(1, NUM_ROWS, OUT_DIM).to(device)
+    out = before.clone()
+    sites.dense(0, 3, segment_table(SEGMENTS), x, out, accumulate=True)
+    assert torch.equal(out, before)
+
+
+def test_an_adapter_with_more_parts_widens_the_table(device: str, bound: dict[int, SiteWeights]) -> None:
+    narrow = {0: bound[0][1:], 1: bound[1]}
+    sites, x = make_sites(narrow, device), rows_of(0, NUM_ROWS, IN_DIM)
+    out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+    sites.dense(1, 0, segment_table(SEGMENTS), x.to(device), out, accumulate=False)
+    assert largest_error(out, lora_maths.dense(narrow, SEGMENTS, x, OUT_DIM)) < TOLERANCE[F32]
+
+
+def test_a_segment_table_written_over_in_place_is_a_new_step(device: str, bound: dict[int, SiteWeights]) -> None:
+    sites, x = make_sites(bound, device), rows_of(0, NUM_ROWS, IN_DIM)
+    segments = segment_table(SEGMENTS)
+    sites.dense(1, 0, segments, x.to(device), poisoned(NUM_ROWS, OUT_DIM, device=device), accumulate=False)
+    segments[:, 2] = 1 - segments[:, 2]
+    out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+    sites.dense(1, 0, segments, x.to(device), out, accumulate=False)
+    swapped = tuple((start, num, 1 - slot) for start, num, slot in SEGMENTS)
+    assert largest_error(out, lora_maths.dense(bound, swapped, x, OUT_DIM)) < TOLERANCE[F32]
+
+
+def test_a_cleared_slot_is_gone_from_every_site(device: str, bound: dict[int, SiteWeights]) -> None:
+    sites, x = make_sites(bound, device), rows_of(0, NUM_ROWS, IN_DIM)
+    sites.clear(0)
+    out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+    sites.dense(1, 0, segment_table(SEGMENTS), x.to(device), out, accumulate=False)
+    assert not out[:2].any()
+    assert largest_error(out, lora_maths.dense({1: bound[1]}, SEGMENTS, x, OUT_DIM)) < TOLERANCE[F32]
+
+
+def test_expert_sites_are_reached_by_their_own_calls(device: str) -> None:
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [1, 2], [0, 1]], dtype=torch.int32)
+    weights = rows_of(5, NUM_ROWS, 2).abs()
+    gate_up = make_bound(((2, 3), (5, 1)), (16, 16), in_dim=IN_DIM, dtypes=[F32], experts=3)
+    down = make_bound(((2,), (3,)), (IN_DIM,), in_dim=16, dtypes=[F32], experts=3)
+    x, act = rows_of(0, NUM_ROWS, IN_DIM), rows_of(1, NUM_ROWS, 2, 16)
+    out, summed = poisoned(NUM_ROWS, 2, 32, device=device), poisoned(NUM_ROWS, IN_DIM, device=device)
+    table, on = segment_table(SEGMENTS), ids.to(device)
+    make_sites(gate_up, device, MOE_GATE_UP, 32).moe_gate_up(1, table, x.to(device), on, out, accumulate=False)
+    make_sites(down, device, MOE_DOWN, IN_DIM).moe_down(
+        1, table, act.to(device), on, weights.to(device), summed, accumulate=False
+    )
+    assert largest_error(out, lora_maths.moe_gate_up(gate_up, SEGMENTS, x, ids, 32)) < TOLERANCE[F32]
+    wanted = lora_maths.moe_down(down, SEGMENTS, act, ids, weights, IN_DIM)
+    assert largest_error(summed, wanted) < TOLERANCE[F32]
