@@ -29,7 +29,7 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
-from infinilora.runtime.store import AddMember, Raise
+from infinilora.runtime.store import AddMember, Effect, Raise
 from infinilora.runtime.telemetry import Telemetry
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
@@ -140,7 +140,7 @@ class House:
             versions=(version,),
             fallback=fallback,
         )
-        effects = [AddMember(keys.REGISTRY_INDEX, f"{tenant}/{name}"), Raise(keys.REGISTRY_REVISION)]
+        effects: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"{tenant}/{name}"), Raise(keys.REGISTRY_REVISION)]
         assert await self.store.compare_and_set(keys.adapter(tenant, name), None, record, also=effects)
         await self.gateway.registry.refresh()
         return digest
@@ -198,7 +198,7 @@ async def open_house(
 
 
 def house_settings(root: Path, more: dict[str, Any]) -> Settings:
-    own = {
+    own: dict[str, Any] = {
         "nats_url": "nats://127.0.0.1:1",
         "redis_url": "redis://127.0.0.1:1",
         "store_url": f"file://{root}/store",

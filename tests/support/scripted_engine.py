@@ -22,7 +22,7 @@ from infinilora.protocol.generate_pb2 import (
     Token,
     TokenLogprob,
 )
-from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.rpc import Call, serving
 
 SERVICE = DESCRIPTOR.services_by_name["Engine"]
@@ -55,6 +55,7 @@ class ScriptedEngine:
     """Tokens after which calls wait until `go` is set."""
     emits_stop_token: bool = False
     degrades: bool = False
+    leased: tuple[Digest, ...] = ()
     go: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -91,7 +92,7 @@ class ScriptedEngine:
             address=self.address,
             base=self.base,
             model=self.model,
-            load=EngineLoad(running=self.running),
+            load=EngineLoad(running=self.running, digests=self.leased),
         )
 
     @asynccontextmanager

@@ -74,10 +74,14 @@ async def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
             assert (await house.chat(**extra, max_tokens=1)).status_code == 200
 
 
+def overflow(field: str) -> dict[str, Any]:
+    return {field: 1000}
+
+
 async def test_overflow_names_the_field_that_was_used(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
         for field in ("max_tokens", "max_completion_tokens"):
-            error = error_of(await house.chat(**{field: 1000}))
+            error = error_of(await house.chat(**overflow(field)))
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 

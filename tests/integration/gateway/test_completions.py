@@ -155,7 +155,7 @@ async def test_a_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 async def test_the_engine_gets_every_parameter(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
-        asked = {
+        asked: dict[str, Any] = {
             "temperature": 0.5,
             "top_p": 0.75,
             "top_k": 9,

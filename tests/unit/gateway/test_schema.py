@@ -103,6 +103,11 @@ def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
 
 def test_token_ids_are_checked_against_the_vocabulary() -> None:
     assert dict(make(completion(logit_bias={"9": 3.0})).logit_bias) == {9: 3.0}
-    for bad in ({"logit_bias": {"10": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"1": 101}}, {"stop_token_ids": [-1]}):
+    for bad in (
+        {"logit_bias": {"10": 1}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"1": 101}},
+        {"stop_token_ids": [-1]},
+    ):
         with pytest.raises(InvalidRequest):
             make(completion(**bad))

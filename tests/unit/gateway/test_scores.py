@@ -1,5 +1,7 @@
 """Which engine takes a sequence."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ BASE, OTHER = Fingerprint("sha256:b"), Fingerprint("sha256:o")
 A = Digest("sha256:a")
 
 
-def engine(key: str, **facts: object) -> EngineView:
+def engine(key: str, **facts: Any) -> EngineView:
     blank = EngineView(
         key=key,
         base=BASE,

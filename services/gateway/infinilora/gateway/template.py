@@ -37,7 +37,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=[dict(m) for m in messages], add_generation_prompt=True, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from None
 
 

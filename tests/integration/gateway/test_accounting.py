@@ -1,0 +1,90 @@
+"""What requests leave behind: one trace, heat, usage events."""
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.control import UsageEvent
+from infinilora.runtime.telemetry import Telemetry
+from support.gateway_house import House, open_house
+from support.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.integration
+
+
+async def usage_events(house: House, count: int) -> list[UsageEvent]:
+    async with asyncio.timeout(5):
+        while len(house.bus.durable) < count:
+            await asyncio.sleep(0.01)
+    assert {subject for subject, _ in house.bus.durable} == {subjects.USAGE}
+    return [msgspec.json.decode(payload, type=UsageEvent) for _, payload in house.bus.durable]
+
+
+async def test_one_trace_from_the_client_to_the_engine(tmp_path: Path) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    async with open_house(tmp_path, telemetry=Telemetry(provider)) as house:
+        headers = {"traceparent": f"00-{trace}-{parent}-01"}
+        for stream in (False, True):
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "stream": stream}
+            await house.http.post("/v1/completions", json=body, headers=headers)
+        for span, metadata in zip(exporter.get_finished_spans(), house.engine.metadata, strict=True):
+            context = span.get_span_context()
+            assert context is not None
+            assert f"{context.trace_id:032x}" == trace
+            assert span.parent is not None
+            assert f"{span.parent.span_id:016x}" == parent
+            assert metadata["traceparent"] == f"00-{trace}-{context.span_id:016x}-01"
+            assert (span.attributes or {})["gen_ai.usage.output_tokens"] == 1
+
+
+async def test_each_request_leaves_a_usage_event_however_it_ended(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        digest = await house.seed("a1")
+        await house.complete("a1", prompt=[5, 6], max_tokens=3, n=2)
+        house.engine.pause_after = 2
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 9, "stream": True}
+        async with house.http.stream("POST", "/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                break
+        done, left = await usage_events(house, 2)
+        assert (done.tenant, done.model, done.digest) == ("default", "a1", digest)
+        assert (done.prompt_tokens, done.completion_tokens, done.finish_reason) == (2, 6, "length")
+        assert (left.model, left.finish_reason) == ("tiny", "abort")
+        assert 1 <= left.completion_tokens <= 2
+
+
+async def test_heat_is_added_once_a_request_for_adapters_only(tmp_path: Path) -> None:
+    async with open_house(tmp_path, heat_half_life_s=60) as house:
+        digest = await house.seed("a1")
+        for _ in range(3):
+            await house.complete("a1", max_tokens=1, n=2)
+        await house.complete("tiny", max_tokens=1)
+        async with asyncio.timeout(5):
+            while not (heat := await heat_of(house)):
+                await asyncio.sleep(0.05)
+        assert list(heat) == [digest]
+        assert heat[digest] == pytest.approx(3 * 0.693 / 60, rel=0.2)
+
+
+async def heat_of(house: House) -> dict[str, float]:
+    now = datetime.now(UTC).timestamp()
+    return dict(await house.store.heat(keys.heat(60), 60, now, 10))
+
+
+async def test_engines_report_what_is_resident(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        digest = await house.seed("a1")
+        engine: ScriptedEngine = house.engine
+        engine.leased = (digest,)
+        async with asyncio.timeout(5):
+            while (await house.http.get("/v1/adapters/a1")).json()["state"] != "resident":
+                await asyncio.sleep(0.02)
