@@ -55,7 +55,7 @@ def services(plan: Plan) -> list[Program]:
 
 
 def coordinator(plan: Plan) -> Program:
-    settings = {"LISTEN": f"{HOST}:{plan.coordinator_port}"}
+    settings = {"COORDINATOR_ID": "coordinator-0", "LISTEN": f"{HOST}:{plan.coordinator_port}"}
     return _program(plan, "coordinator", settings, answers(f"{plan.coordinator_url}/readyz"), READY_S)
 
 
@@ -84,7 +84,7 @@ def lora_server(plan: Plan) -> Program:
 
 
 def gateway(plan: Plan) -> Program:
-    settings = {"LISTEN": f"{HOST}:{plan.gateway_port}"}
+    settings = {"GATEWAY_ID": "gateway-0", "LISTEN": f"{HOST}:{plan.gateway_port}"}
     return _program(plan, "gateway", settings, answers(f"{plan.url}/readyz"), MODEL_READY_S)
 
 
