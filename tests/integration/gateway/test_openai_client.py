@@ -48,7 +48,10 @@ async def test_chat_and_completion_whole_and_streamed(tmp_path: Path) -> None:
 
         whole = await client.completions.create(model="tiny", prompt="x", stop="quick", n=2)
         assert [choice.text for choice in whole.choices] == ["The ", "The "]
-        parts = [part.choices[0].text async for part in await client.completions.create(model="tiny", prompt="x", stream=True)]
+        parts = [
+            part.choices[0].text
+            async for part in await client.completions.create(model="tiny", prompt="x", stream=True)
+        ]
         assert "".join(parts) == FOX
 
         raw = await client.completions.with_raw_response.create(model="pirate", prompt=[5, 6], max_tokens=1)

@@ -14,9 +14,7 @@ DIGEST = Digest("sha256:" + "a" * 64)
 
 
 def record(name: str, revision: int = 1) -> AdapterRecord:
-    return AdapterRecord(
-        tenant="t", name=name, base=Fingerprint("b"), revision=revision, current=DIGEST, versions=()
-    )
+    return AdapterRecord(tenant="t", name=name, base=Fingerprint("b"), revision=revision, current=DIGEST, versions=())
 
 
 async def write(store: MemoryStore, name: str, revision: int = 1) -> int:

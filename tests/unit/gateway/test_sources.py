@@ -33,7 +33,14 @@ def test_files_below_a_prefix_are_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["s3://other/team/a1", "s3://mine/teams/a1", "s3://mine", "s3://mine/team/../a", "s3://mine/team/%2e%2e/a", "s3:///x"],
+    [
+        "s3://other/team/a1",
+        "s3://mine/teams/a1",
+        "s3://mine",
+        "s3://mine/team/../a",
+        "s3://mine/team/%2e%2e/a",
+        "s3:///x",
+    ],
 )
 def test_what_lies_outside_is_not_opened(tmp_path: Path, source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:

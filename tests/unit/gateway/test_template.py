@@ -25,8 +25,17 @@ def test_a_templates_own_complaint_is_the_clients_error() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *("{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{{ messages.append(1) }}"),
-        *("{% for i in range(999999999) %}x{% endfor %}", "{% include '/etc/passwd' %}", "{{ 1 / 0 }}", "{{ missing.a }}"),
+        *(
+            "{{ messages.__class__.__mro__ }}",
+            "{{ ''.__class__.__base__.__subclasses__() }}",
+            "{{ messages.append(1) }}",
+        ),
+        *(
+            "{% for i in range(999999999) %}x{% endfor %}",
+            "{% include '/etc/passwd' %}",
+            "{{ 1 / 0 }}",
+            "{{ missing.a }}",
+        ),
     ],
 )
 def test_a_template_reaches_nothing_and_fails_alone(source: str) -> None:
@@ -41,7 +50,11 @@ def test_a_template_that_does_not_compile_is_said() -> None:
 
 def test_where_templates_come_from() -> None:
     named = {"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}
-    for jinja, config, text in (("j", {"chat_template": "c"}, "j"), (None, {"chat_template": "c"}, "c"), (None, named, "d")):
+    for jinja, config, text in (
+        ("j", {"chat_template": "c"}, "j"),
+        (None, {"chat_template": "c"}, "c"),
+        (None, named, "d"),
+    ):
         template = read_template(jinja, config)
         assert template is not None
         assert template.render(MESSAGES) == text

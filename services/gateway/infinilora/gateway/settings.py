@@ -42,7 +42,6 @@ class Settings(Common):
     ingest_memory_mb: int = Field(default=16 << 10, gt=0)
     ingest_cpu_s: int = Field(default=600, gt=0)
     ingest_wall_s: float = Field(default=900.0, gt=0)
-    heat_half_life_s: int = Field(default=60, gt=0)
 
     @field_validator("api_keys")
     @classmethod
