@@ -85,6 +85,7 @@ class Service:
             try:
                 await asyncio.wait([body])
             finally:
+                _watch_the_end()
                 # A TaskGroup waits for its tasks; those that serve for ever would keep it for ever.
                 for task in self._tasks:
                     task.cancel()
@@ -122,13 +123,14 @@ def run(name: str, main: Callable[[Service], Awaitable[None]], *, drain_s: float
 
 
 async def _live(name: str, main: Callable[[Service], Awaitable[None]], drain_s: float) -> None:
-    service = Service(name)
-    try:
-        await service.live(main, drain_s)
-    finally:
-        watchdog = threading.Timer(WATCHDOG_S, _give_up)
-        watchdog.daemon = True
-        watchdog.start()
+    await Service(name).live(main, drain_s)
+
+
+def _watch_the_end() -> None:
+    """From here on only clean-up is left, and a task that cannot be cancelled must not keep the process."""
+    watchdog = threading.Timer(WATCHDOG_S, _give_up)
+    watchdog.daemon = True
+    watchdog.start()
 
 
 def _give_up() -> None:
