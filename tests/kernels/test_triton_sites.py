@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, SiteWeights, segment_table
+from infinilora.kernels.slot_kernels import SlotKernels
 from support import lora_maths
 from support.triton_sites import TOLERANCE, largest_error, make_bound, poisoned, to_device
 
@@ -101,3 +102,29 @@ def test_expert_sites_are_reached_by_their_own_calls(device: str) -> None:
     assert largest_error(out, lora_maths.moe_gate_up(gate_up, SEGMENTS, x, ids, 32)) < TOLERANCE[F32]
     wanted = lora_maths.moe_down(down, SEGMENTS, act, ids, weights, IN_DIM)
     assert largest_error(summed, wanted) < TOLERANCE[F32]
+
+
+def test_what_does_not_fit_a_site_is_refused_and_never_read(device: str, bound: dict[int, SiteWeights]) -> None:
+    sites, segments = make_sites(bound, device), segment_table(SEGMENTS)
+    x, out = rows_of(0, NUM_ROWS, IN_DIM).to(device), poisoned(NUM_ROWS, OUT_DIM, device=device)
+    with pytest.raises(ValueError, match="found 23 -> 40 columns; wanted 24 -> 40"):
+        sites.dense(1, 0, segments, x[:, 1:], out, accumulate=True)
+    with pytest.raises(ValueError, match="found 24 -> 39 columns"):
+        sites.dense(1, 0, segments, x, out[:, 1:], accumulate=True)
+    with pytest.raises(ValueError, match="found 6 and 5 rows; the step has 6"):
+        sites.dense(1, 0, segments, x, out[1:], accumulate=True)
+    with pytest.raises(ValueError, match="slot 4 is not one of 4"):
+        sites.dense(1, 0, segment_table([(0, 1, 4)]), x, out, accumulate=True)
+    with pytest.raises(ValueError, match="24 -> 41 columns; the site has 24 -> 40"):
+        sites.bind(0, 1, 0, bound[0], IN_DIM, OUT_DIM + 1)
+    assert bool(out.isnan().all())
+
+
+@pytest.mark.gpu
+def test_the_pools_kernels_on_a_gpu_are_these(bound: dict[int, SiteWeights]) -> None:
+    kernels, x = SlotKernels(num_slots=4, num_layers=2, device="cuda"), rows_of(0, NUM_ROWS, IN_DIM)
+    for slot, parts in to_device(bound, "cuda").items():
+        kernels.bind(slot, 1, 0, parts, IN_DIM, OUT_DIM)
+    out = poisoned(NUM_ROWS, OUT_DIM, device="cuda")
+    kernels.dense(1, 0, segment_table(SEGMENTS), x.cuda(), out, accumulate=False)
+    assert largest_error(out, lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)) < TOLERANCE[F32]

@@ -31,6 +31,8 @@ class DeviceSites:
         place = layer * NUM_SITES + site
         with self._binding:
             table = self._tables[place]
+            if table is not None and (table.in_dim, table.out_dim) != (in_dim, out_dim):
+                raise ValueError(f"found {in_dim} -> {out_dim} columns; the site has {table.in_dim} -> {table.out_dim}")
             if table is None or table.num_parts < len(parts):
                 wider = SiteTable(
                     num_slots=self.num_slots, num_parts=len(parts), in_dim=in_dim, out_dim=out_dim, device=self.device

@@ -27,9 +27,10 @@ def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulat
 
     Rows in no segment and columns of no bound part get nothing: zeros unless `accumulate`.
     """
+    has_work = _has_work(table, rows, x, out)
     if not accumulate and not (rows.is_gapless and table.covers(rows.slots)):
         out.zero_()
-    if not _has_work(table, rows):
+    if not has_work:
         return
     v = shrink(
         table, _dense_rows(x), rows.tiles, order=None, top_k=1, num_rows=rows.num_rows, block_rows=rows.block_rows
@@ -44,9 +45,10 @@ def moe_gate_up(
 
     An id outside 0..E-1 adds nothing.
     """
+    has_work = _has_work(table, rows, x, out) and _fits(topk_ids, rows, out)
     if not accumulate:
         out.zero_()
-    if not _has_work(table, rows):
+    if not has_work:
         return
     pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     top_k, flat = topk_ids.shape[1], out.view(-1, out.shape[-1])
@@ -85,7 +87,7 @@ def moe_down(
 
     out [T, h], contiguous in its rows. An id outside 0..E-1 adds nothing.
     """
-    if not _has_work(table, rows):
+    if not (_has_work(table, rows, act, out) and _fits(topk_ids, rows, act) and _fits(topk_weights, rows, act)):
         if not accumulate:
             out.zero_()
         return
@@ -178,8 +180,19 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _has_work(table: SiteTable, rows: StepRows) -> bool:
-    """Whether anything can be added at all. A slot that the table does not have would be read out of bounds."""
+def _has_work(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor) -> bool:
+    """Whether anything can be added at all. What does not fit the table would be read out of bounds: refused."""
+    if x.shape[-1] != table.in_dim or out.shape[-1] != table.out_dim:
+        raise ValueError(f"found {x.shape[-1]} -> {out.shape[-1]} columns; wanted {table.in_dim} -> {table.out_dim}")
+    if len(x) != rows.num_rows or len(out) != rows.num_rows:
+        raise ValueError(f"found {len(x)} and {len(out)} rows; the step has {rows.num_rows}")
     if rows.slots and max(rows.slots) >= table.num_slots:
         raise ValueError(f"slot {max(rows.slots)} is not one of {table.num_slots}")
     return len(rows.tiles) > 0 and table.summary.max_rank > 0
+
+
+def _fits(choices: Tensor, rows: StepRows, pairs: Tensor) -> bool:
+    """True; raise ValueError unless `choices` is [T, k] for pairs [T, k, columns]."""
+    if choices.shape != pairs.shape[:2] or pairs.dim() != 3:
+        raise ValueError(f"found choices {list(choices.shape)} for {list(pairs.shape)}; wanted [{rows.num_rows}, k]")
+    return True

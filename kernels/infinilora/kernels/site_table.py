@@ -47,6 +47,8 @@ class SiteTable:
         """From now on rows of `slot` get these parts, which must outlive the binding."""
         if len(parts) > self.num_parts:
             raise ValueError(f"{len(parts)} parts for a site of {self.num_parts}")
+        if self._bound and parts[0].num_experts != self.num_experts:
+            raise ValueError(f"{parts[0].num_experts} experts for a site of {self.num_experts}")
         self._bound[slot] = parts
         self.num_experts = parts[0].num_experts
         rows = [_record(parts, index) for index in range(len(parts))]

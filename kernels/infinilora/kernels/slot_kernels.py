@@ -7,6 +7,7 @@ of C, whatever the number of adapters. Knows no adapter and no lease: who binds 
 """
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from infinilora.kernels import cpu_ops, native, reference
 from infinilora.kernels.abi import Launch, SiteDescriptor, describe
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
+
+if TYPE_CHECKING:
+    from infinilora.kernels.device_sites import DeviceSites
 
 _BAD_SEGMENT = 1
 
@@ -33,7 +37,7 @@ class SlotKernels:
             raise ValueError(f"at least one slot and one layer are needed; found {num_slots} and {num_layers}")
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" is a wish; tensors are on "cuda:0"
         self._library = native.load() if self.device.type == "cpu" else None
         if self._library is not None:
             cpu_ops.set_threads(threads)
@@ -42,6 +46,7 @@ class SlotKernels:
         self._slot_stride = num_layers * NUM_SITES
         self._table = (ctypes.c_uint64 * (num_slots * self._slot_stride))()
         self._table_address = ctypes.addressof(self._table)
+        self._device_sites = _device_sites(num_slots, num_layers, self.device)
 
     def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None:
         """From now on rows of `slot` get these parts' delta at (layer, site). Keeps the tensors until `clear`."""
@@ -54,6 +59,8 @@ class SlotKernels:
         if parts[0].a.device != self.device:
             raise ValueError(f"parts are on {parts[0].a.device}; this pool computes on {self.device}")
         descriptor = describe(parts, in_dim=in_dim, out_dim=out_dim)
+        if self._device_sites is not None:
+            self._device_sites.bind(slot, layer, site, parts, in_dim, out_dim)
         self._bound[place][slot] = parts
         self._descriptors[slot, place] = descriptor
         self._table[slot * self._slot_stride + place] = ctypes.addressof(descriptor)
@@ -61,6 +68,8 @@ class SlotKernels:
     def clear(self, slot: int) -> None:
         """Forget all of the slot's sites and let their tensors go."""
         start = slot * self._slot_stride
+        if self._device_sites is not None:
+            self._device_sites.clear(slot)
         for place, bound in enumerate(self._bound):
             if bound.pop(slot, None) is not None:
                 self._table[start + place] = 0
@@ -74,6 +83,9 @@ class SlotKernels:
         `accumulate`).
         """
         place = self._place(layer, site)
+        if self._device_sites is not None:
+            self._device_sites.dense(layer, site, segments, x, out, accumulate=accumulate)
+            return
         library = self._library
         if library is None:
             reference.dense(self._bound[place], segments, x, out, accumulate=accumulate)
@@ -91,6 +103,9 @@ class SlotKernels:
         x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f]. An id that the adapter has no expert for adds nothing.
         """
         place = self._place(layer, MOE_GATE_UP)
+        if self._device_sites is not None:
+            self._device_sites.moe_gate_up(layer, segments, x, topk_ids, out, accumulate=accumulate)
+            return
         library = self._library
         if library is None:
             reference.moe_gate_up(self._bound[place], segments, x, topk_ids, out, accumulate=accumulate)
@@ -118,6 +133,9 @@ class SlotKernels:
         act [T, k, f]; topk_ids int32 and topk_weights fp32 [T, k]; out [T, h].
         """
         place = self._place(layer, MOE_DOWN)
+        if self._device_sites is not None:
+            self._device_sites.moe_down(layer, segments, act, topk_ids, topk_weights, out, accumulate=accumulate)
+            return
         library = self._library
         if library is None:
             reference.moe_down(self._bound[place], segments, act, topk_ids, topk_weights, out, accumulate=accumulate)
@@ -176,6 +194,15 @@ class SlotKernels:
             )
         if wide is not out:
             out.copy_(wide)
+
+
+def _device_sites(num_slots: int, num_layers: int, device: torch.device) -> "DeviceSites | None":
+    """The Triton half, for a GPU. Imported only there: a CPU needs no Triton."""
+    if device.type != "cuda":
+        return None
+    from infinilora.kernels.device_sites import DeviceSites
+
+    return DeviceSites(num_slots=num_slots, num_layers=num_layers, device=device)
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
