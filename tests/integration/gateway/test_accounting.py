@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import UsageEvent
+from infinilora.protocol.ids import Digest
 from infinilora.runtime.telemetry import Telemetry
 from support.gateway_house import House, open_house
 from support.scripted_engine import ScriptedEngine
@@ -75,9 +76,8 @@ async def test_heat_is_added_once_a_request_for_adapters_only(tmp_path: Path) ->
         assert heat[digest] == pytest.approx(3 * 0.693 / 60, rel=0.2)
 
 
-async def heat_of(house: House) -> dict[str, float]:
-    now = datetime.now(UTC).timestamp()
-    return dict(await house.store.heat(keys.heat(60), 60, now, 10))
+async def heat_of(house: House) -> dict[Digest, float]:
+    return await house.store.heat(keys.heat(60), 60, datetime.now(UTC).timestamp(), 10)
 
 
 async def test_engines_report_what_is_resident(tmp_path: Path) -> None:

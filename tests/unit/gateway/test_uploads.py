@@ -15,9 +15,9 @@ LIMITS = UploadLimits(max_bytes=10_000, max_files=5)
 Change = Callable[[tarfile.TarInfo], None]
 
 
-def tar_of(*members: tuple[str, bytes], change: Change = lambda _: None, mode: str = "w:gz") -> Upload:
+def tar_of(*members: tuple[str, bytes], change: Change = lambda _: None) -> Upload:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
             info.size = len(data)

@@ -28,10 +28,10 @@ class Settings(Common):
     adapter_buckets: str = ""
     """`bucket` or `bucket/prefix` that `s3://` sources may lie in. Empty: the store's own bucket."""
 
-    max_sequences: int = Field(default=1024, gt=0)
-    """Sequences at once; more are answered 503."""
-    max_tenant_sequences: int = Field(default=1024, gt=0)
-    """Sequences of one tenant at once; more are answered 429."""
+    max_concurrent_requests: int = Field(default=1024, gt=0)
+    """Requests at once, each of n choices counted n times; more are answered 503."""
+    max_tenant_requests: int = Field(default=1024, gt=0)
+    """Of these, one tenant's; more are answered 429."""
     max_body_mb: int = Field(default=16, gt=0)
     max_upload_mb: int = Field(default=16 << 10, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
