@@ -182,9 +182,9 @@ async def test_over_capacity_says_when_to_come_back(tmp_path: Path) -> None:
         assert int(answer.headers["retry-after"]) >= 1
         return answer.status_code, error_of(answer)["code"]
 
-    async with open_house(tmp_path, max_sequences=2) as house:
+    async with open_house(tmp_path, max_concurrent_requests=2) as house:
         assert await refusal(house, 3) == (503, "overloaded")
-    async with open_house(tmp_path, max_tenant_sequences=2) as house:
+    async with open_house(tmp_path, max_tenant_requests=2) as house:
         assert await refusal(house, 3) == (429, "rate_limited")
         assert (await house.complete(n=2, max_tokens=1)).status_code == 200
 

@@ -29,7 +29,7 @@ async def test_an_unknown_model_is_404_before_any_byte_and_no_work(tmp_path: Pat
     async with open_house(tmp_path) as house:
         await house.seed("a1")
         for model, code in (
-            *(("a1-typo", "model_not_found"), ("base:a1", "model_not_found"), ("base:", "model_not_found")),
+            *(("a1-typo", "adapter_not_found"), ("base:a1", "model_not_found"), ("base:", "model_not_found")),
             *(("a1@v2", "adapter_not_found"), ("other/a1", "adapter_not_found")),
             (f"a1@sha256:{'0' * 64}", "adapter_not_found"),
         ):
@@ -106,7 +106,7 @@ async def test_the_list_holds_exactly_what_answers(tmp_path: Path) -> None:
             "digest": digest,
             "state": "registered",
         }
-        assert error_of(await house.http.get("/v1/models/nope"))["code"] == "model_not_found"
+        assert error_of(await house.http.get("/v1/models/nope"))["code"] == "adapter_not_found"
 
 
 async def test_tenants_see_and_use_only_their_own(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_probes_metrics_and_unknown_routes(tmp_path: Path) -> None:
         assert (await house.http.get("/healthz")).status_code == 200
         page = (await house.http.get("/metrics")).text
         assert 'gen_ai_server_time_to_first_token_seconds_count{adapter="default/a1",route="completions"} 1.0' in page
-        assert 'infinilora_requests_total{code="model_not_found",route="completions"} 1.0' in page
+        assert 'infinilora_requests_total{code="adapter_not_found",route="completions"} 1.0' in page
         assert 'infinilora_tokens_total{adapter="default/a1",direction="out"} 3.0' in page
         lost = await house.http.get("/v1/nothing")
         assert (lost.status_code, error_of(lost)["type"]) == (404, "invalid_request_error")

@@ -66,10 +66,10 @@ async def test_models_are_listed_and_retrieved(tmp_path: Path) -> None:
 
 
 async def test_errors_arrive_as_the_clients_own(tmp_path: Path) -> None:
-    async with client_of(tmp_path, max_tenant_sequences=2) as (client, house):
+    async with client_of(tmp_path, max_tenant_requests=2) as (client, house):
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="nope", prompt="x")
-        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+        assert (missing.value.code, missing.value.param) == ("adapter_not_found", "model")
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await client.completions.create(model="tiny", prompt="x", max_tokens=10_000)
         with pytest.raises(openai.RateLimitError):

@@ -12,7 +12,6 @@ from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
 from infinilora.protocol.adapter import AdapterRecord, VersionRecord
 from infinilora.protocol.errors import (
-    AdapterError,
     AdapterNotFound,
     Conflict,
     InvalidRequest,
@@ -104,8 +103,7 @@ class Catalog:
         record = self._registry.get(tenant, ref.name) if ref.tenant in (None, tenant) else None
         if record is None:
             self._check_mirror()
-            kind: type[AdapterError | ModelNotFound] = ModelNotFound if ref.is_plain else AdapterNotFound
-            raise kind(f"model '{model[:120]}' does not exist, or you may not use it", param="model")
+            raise AdapterNotFound(f"model '{model[:120]}' does not exist, or you may not use it", param="model")
         return Target(
             requested=model,
             base=record.base,

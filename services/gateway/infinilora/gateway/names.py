@@ -30,11 +30,6 @@ class AdapterRef(NamedTuple):
     version: int | None
     digest: Digest | None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a bare word, which might as well have been meant as a base model's name."""
-        return self.tenant is None and self.version is None and self.digest is None
-
 
 def parse_model(text: str) -> BaseRef | AdapterRef:
     """Read a `model` field that is not a base model's served name. Raises InvalidRequest, param `model`."""

@@ -66,7 +66,9 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     catalog = Catalog(fleet, registry, settings.aliases)
     shelf = BaseShelf(ties.blobs)
     accounting = Accounting(ties.store, ties.bus, metrics, half_life_s=settings.heat_half_life_s)
-    admission = Admission(max_sequences=settings.max_sequences, max_tenant_sequences=settings.max_tenant_sequences)
+    admission = Admission(
+        max_sequences=settings.max_concurrent_requests, max_tenant_sequences=settings.max_tenant_requests
+    )
     desk = Desk(
         catalog=catalog,
         shelf=shelf,
