@@ -42,7 +42,7 @@ class LoadListener(Protocol):
     """Who is told what becomes of loads. Every load ends in exactly one `failed`, `stopped` or last `layer_ready`."""
 
     def sized(self, digest: Digest, header: PackedHeader) -> None: ...
-    def layer_ready(self, target: "Target", count: int) -> None: ...
+    def layer_ready(self, target: "Target", count: int, tier: str) -> None: ...
     def failed(self, digest: Digest, error: InfiniLoraError) -> None: ...
     def stopped(self, target: "Target") -> None:
         """A cancelled load that was at work has let go of its memory."""
@@ -212,7 +212,7 @@ class Loader:
         if load.is_cancelled:
             self._end_turn(load)
             return
-        self._listener.layer_ready(target, load.next_layer)
+        self._listener.layer_ready(target, load.next_layer, source.tier)
         if is_last:
             source.commit()
         self._end_turn(load, is_last=is_last)

@@ -17,15 +17,20 @@ import torch
 
 from infinilora.pool.cache import DiskCache
 from infinilora.pool.execute import Grants, SiteKernels
+from infinilora.pool.holders import Holders, LeaseState, OnChange
 from infinilora.pool.loader import Binder, Loader, Target
 from infinilora.pool.pages import PageArena, Run
 from infinilora.pool.slots import SlotTable
 from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotState
 from infinilora.pool.tiers import Tiers
+from infinilora.pool.watch import NoWatch, PoolWatch
+from infinilora.protocol.adapter import Manifest
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore
 from infinilora.weights.packed import PackedHeader
+
+__all__ = ["AdapterPool", "LeaseState", "OnChange", "PoolConfig", "PoolKernels", "PoolLoad"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,36 +60,6 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseState:
-    """What a holder's lease has come to: granted with so many leading layers ready, or failed with `error`.
-
-    `layer_sites`: bit s of entry l says that site s of layer l is adapted; lm_head is the last layer.
-    """
-
-    digest: Digest
-    slot: int = -1
-    slot_generation: int = 0
-    layer_sites: tuple[int, ...] = ()
-    layers_ready: int = 0
-    error: InfiniLoraError | None = None
-
-    @property
-    def is_admissible(self) -> bool:
-        return self.error is None and self.layers_ready > 0
-
-    @property
-    def is_resident(self) -> bool:
-        return self.is_admissible and self.layers_ready >= len(self.layer_sites)
-
-
-OnChange = Callable[[LeaseState], None]
-"""Told each new state of one lease, in order, from any thread, under the pool's lock: be quick, do not call back.
-
-After a state with `error` the lease is gone. Nothing comes after `release` or `drop` has returned.
-"""
-
-
-@dataclass(frozen=True, slots=True)
 class PoolLoad:
     """How full the pool is."""
 
@@ -95,10 +70,12 @@ class PoolLoad:
     resident: tuple[Digest, ...]
 
 
-@dataclass(slots=True)
-class _Holder:
-    grants: Grants
-    listeners: dict[Digest, OnChange]
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the pool needs to know of an adapter that waits or has a slot."""
+
+    layer_bytes: tuple[int, ...]
+    layer_sites: tuple[int, ...]
 
 
 class AdapterPool:
@@ -111,9 +88,11 @@ class AdapterPool:
         kernels: PoolKernels,
         *,
         on_death: Callable[[BaseException], None],
+        watch: PoolWatch | None = None,
     ) -> None:
         self.kernels = kernels
         self._config = config
+        self._watch = watch or NoWatch()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._arena = PageArena(config.capacity_bytes, device=config.device)
@@ -125,8 +104,8 @@ class AdapterPool:
             first_generation=secrets.randbits(30),
         )
         self._runs: dict[int, tuple[Run, ...]] = {}
-        self._headers: dict[Digest, PackedHeader] = {}
-        self._holders: dict[str, _Holder] = {}
+        self._wanted: dict[Digest, _Wanted] = {}
+        self._holders = Holders()
         self._refused: dict[Digest, tuple[float, InfiniLoraError]] = {}
         self._is_closed = False
         self._cache = DiskCache(config.cache_dir, config.cache_bytes)
@@ -141,7 +120,7 @@ class AdapterPool:
     def grants(self, holder: str) -> Grants:
         """What `execute` may compute with for this holder."""
         with self._lock:
-            return self._holder(holder).grants
+            return self._holders.grants(holder)
 
     def lease(self, holder: str, digest: Digest, on_change: OnChange) -> None:
         """Ask for a lease; returns at once. `on_change` is told of it, now if it can be granted now. Idempotent."""
@@ -155,9 +134,9 @@ class AdapterPool:
             except InfiniLoraError as error:
                 on_change(LeaseState(digest, error=error))
                 return
-            self._holder(holder).listeners[digest] = on_change
+            self._holders.listen(holder, digest, on_change)
             if slot:
-                self._tell(holder, slot)
+                self._tell(slot, only=holder)
             else:
                 self._loader.want(digest)
             self._carry_out(now)
@@ -175,8 +154,7 @@ class AdapterPool:
         with self._lock:
             for digest in self._table.held_by(holder):
                 self._release(holder, digest, now)
-            if gone := self._holders.pop(holder, None):
-                gone.grants.revoke_all()
+            self._holders.gone(holder)
             self._carry_out(now)
 
     # For the coordinator: hints, and the hand controls ---------------------------------------------
@@ -268,27 +246,28 @@ class AdapterPool:
                 self._loader.cancel(digest)
                 self._lose(digest, error, now)
             else:
-                self._headers[digest] = header
-                cost = self._arena.cost(self._layer_sizes(header))
+                self._wanted[digest] = wanted = _Wanted(_layer_bytes(header.manifest), header.manifest.layer_sites())
+                cost = self._arena.cost(wanted.layer_bytes)
                 self._table.sized(digest, num_bytes=cost, num_layers=self._num_layers, now=now)
             self._carry_out(now)
 
-    def layer_ready(self, target: Target, count: int) -> None:
+    def layer_ready(self, target: Target, count: int, tier: str) -> None:
         now = time.monotonic()
         with self._lock:
             slot = self._table.layers_ready(target.slot, target.slot_generation, count, now)
             if slot is None:
                 return
-            for holder in slot.holders:
-                self._tell(holder, slot)
+            self._tell(slot)
             if slot.state is SlotState.READY:
                 extra = {"adapter_id": slot.digest, "slot": slot.index, "staged_s": round(slot.reload_s, 4)}
-                logger.info("adapter resident", extra=extra)
+                logger.info("adapter resident", extra=extra | {"tier": tier})
+                self._watch.loaded(tier, slot.reload_s)
                 self._carry_out(now)
 
     def failed(self, digest: Digest, error: InfiniLoraError) -> None:
         now = time.monotonic()
         with self._lock:
+            self._watch.load_failed(error.code)
             self._lose(digest, error, now)
             self._carry_out(now)
 
@@ -314,27 +293,26 @@ class AdapterPool:
                     self._place(decision, now)
                 case Refuse():
                     self._loader.cancel(decision.digest)
-                    self._headers.pop(decision.digest, None)
-                    self._tell_lost(self._table.refuse(decision.digest), decision.digest, decision.error)
+                    self._wanted.pop(decision.digest, None)
+                    self._holders.lose(self._table.refuse(decision.digest), decision.digest, decision.error)
         if self._table.waiting:
             self._wake.notify_all()
 
     def _place(self, decision: Place, now: float) -> None:
         digest = decision.digest
-        header = self._headers[digest]
-        runs = self._arena.allocate(self._layer_sizes(header))
+        runs = self._arena.allocate(self._wanted[digest].layer_bytes)
         if runs is None:
             self._table.no_room(digest)
             return
         slot = self._table.place(digest, now)
         self._runs[slot.index] = runs
-        for holder in slot.holders:
-            self._tell(holder, slot)
+        self._tell(slot)
         target = Target(slot.index, slot.slot_generation, tuple(run.data for run in runs))
         self._loader.stage(digest, target)
 
     def _drain(self, drain: Drain) -> None:
-        self._headers.pop(drain.digest, None)
+        self._watch.drained()
+        self._wanted.pop(drain.digest, None)
         if self._loader.cancel(drain.digest):
             self._empty(drain.slot, drain.slot_generation)
 
@@ -347,49 +325,22 @@ class AdapterPool:
         self._refused[digest] = (now + FAILURE_REMEMBERED_S, error)
         slot = self._table.slot_of(digest)
         holders, drain = self._table.failed(digest)
-        self._tell_lost(holders, digest, error, slot)
-        self._headers.pop(digest, None)
+        self._holders.lose(holders, digest, error, slot)
+        self._wanted.pop(digest, None)
         if drain:
             self._drain(drain)
 
     def _release(self, holder: str, digest: Digest, now: float) -> None:
         slot = self._table.slot_of(digest)
         self._table.release(holder, digest, now)
-        known = self._holders.get(holder)
-        if known is None:
-            return
-        known.listeners.pop(digest, None)
-        if slot:
-            known.grants.revoke(slot.index)
-        elif digest not in self._table.waiting:
+        self._holders.forget(holder, digest, slot)
+        if slot is None and digest not in self._table.waiting:
             self._loader.cancel(digest)
-            self._headers.pop(digest, None)
+            self._wanted.pop(digest, None)
 
-    def _tell(self, holder: str, slot: Slot) -> None:
+    def _tell(self, slot: Slot, *, only: str | None = None) -> None:
         assert slot.digest is not None
-        known = self._holders[holder]
-        known.grants.grant(slot.index, slot.slot_generation, slot.layers_ready)
-        known.listeners[slot.digest](
-            LeaseState(
-                digest=slot.digest,
-                slot=slot.index,
-                slot_generation=slot.slot_generation,
-                layer_sites=self._headers[slot.digest].manifest.layer_sites(),
-                layers_ready=slot.layers_ready,
-            )
-        )
-
-    def _tell_lost(
-        self, holders: tuple[str, ...], digest: Digest, error: InfiniLoraError, slot: Slot | None = None
-    ) -> None:
-        for name in holders:
-            holder = self._holders[name]
-            if slot:
-                holder.grants.revoke(slot.index)
-            holder.listeners.pop(digest)(LeaseState(digest, error=error))
-
-    def _holder(self, holder: str) -> _Holder:
-        return self._holders.setdefault(holder, _Holder(Grants(), {}))
+        self._holders.tell(slot, self._wanted[slot.digest].layer_sites, only=only)
 
     def _want_waiting(self, digest: Digest) -> None:
         if digest in self._table.waiting:
@@ -399,12 +350,6 @@ class AdapterPool:
         for known in [d for d, (until, _) in self._refused.items() if until <= now]:
             del self._refused[known]
         return self._refused[digest][1] if digest in self._refused else None
-
-    def _layer_sizes(self, header: PackedHeader) -> list[int]:
-        sizes = [0] * self._num_layers
-        for entry in header.manifest.sites:
-            sizes[entry.layer] += entry.num_bytes
-        return sizes
 
     def _misfit(self, digest: Digest, header: PackedHeader) -> InfiniLoraError | None:
         found, wanted = header.manifest, self._config
@@ -432,3 +377,11 @@ class AdapterPool:
         now = time.monotonic()
         if self._table.waiting:
             self._carry_out(now)
+
+
+def _layer_bytes(manifest: Manifest) -> tuple[int, ...]:
+    """Bytes of each layer; lm_head is the last."""
+    sizes = [0] * (manifest.num_layers + 1)
+    for entry in manifest.sites:
+        sizes[entry.layer] += entry.num_bytes
+    return tuple(sizes)

@@ -63,6 +63,11 @@ class PackedSource:
         self._cache = cache
         self._writer: CacheWriter | None = None
 
+    @property
+    def tier(self) -> str:
+        """Where its bytes come from: `disk` or `store`."""
+        return "disk" if self._cached else "store"
+
     def layer_span(self, layer: int) -> tuple[int, int]:
         """(offset in the file, bytes) of a layer's sites, which lie side by side; 0 bytes where nothing is adapted."""
         ranges = packed_ranges(self.header, layer)

@@ -56,8 +56,25 @@ async def keep_residency(store: Store, group: str, pool: AdapterPool, commands: 
         await asyncio.sleep(RESIDENCY_EVERY_S)
 
 
-def watch_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer) -> None:
-    """Read these when scraped."""
+class PoolCounts:
+    """The pool's events as counters."""
+
+    def __init__(self, metrics: LoraServerMetrics) -> None:
+        self._metrics = metrics
+
+    def loaded(self, tier: str, seconds: float) -> None:
+        self._metrics.loads.labels(outcome="resident").inc()
+        self._metrics.load_s.labels(tier=tier).observe(seconds)
+
+    def load_failed(self, code: str) -> None:
+        self._metrics.loads.labels(outcome=code).inc()
+
+    def drained(self) -> None:
+        self._metrics.evictions.inc()
+
+
+def show_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer) -> None:
+    """Gauges that are read when scraped."""
     metrics.bytes_free.set_function(lambda: pool.load().bytes_free)
     metrics.bytes_total.set_function(lambda: pool.load().bytes_total)
     metrics.resident.set_function(lambda: len(pool.load().resident))

@@ -14,7 +14,7 @@ from infinilora.link.open import LinkSettings, Opener
 from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
-from infinilora.lora_server.report import beat, keep_residency, watch_pool
+from infinilora.lora_server.report import PoolCounts, beat, keep_residency, show_pool
 from infinilora.lora_server.settings import Settings
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.pool.tenancy import Limits
@@ -50,8 +50,11 @@ async def serve(settings: Settings, service: Service) -> None:
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
         card = await find_card(settings.base, around.blobs, around.members)
-        pool = stack.enter_context(_pool(settings, card, around.blobs, service))
-        address, links = await stack.enter_async_context(_links(settings, card, pool, service))
+        measured = _measure(settings, stack)
+        pool = stack.enter_context(_pool(settings, card, around.blobs, service, measured))
+        address, links = await stack.enter_async_context(_links(settings, card, pool, service, measured))
+        if measured:
+            show_pool(measured, pool, links)
         commands = Commands(pool)
         heart = Heart(
             settings.nats_url,
@@ -81,7 +84,9 @@ async def _reach_out(settings: Settings, stack: AsyncExitStack) -> _Around:
 
 
 @contextmanager
-def _pool(settings: Settings, card: BaseCard, blobs: BlobStore, service: Service) -> Iterator[AdapterPool]:
+def _pool(
+    settings: Settings, card: BaseCard, blobs: BlobStore, service: Service, measured: LoraServerMetrics | None
+) -> Iterator[AdapterPool]:
     num_slots = settings.slots
     kernels = SlotKernels(
         num_slots=num_slots, num_layers=card.num_layers + 1, device=settings.device, threads=settings.threads
@@ -108,7 +113,8 @@ def _pool(settings: Settings, card: BaseCard, blobs: BlobStore, service: Service
             "cache_dir": str(settings.cache),
         },
     )
-    pool = AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe)
+    watch = PoolCounts(measured) if measured else None
+    pool = AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe, watch=watch)
     try:
         yield pool
     finally:
@@ -117,7 +123,7 @@ def _pool(settings: Settings, card: BaseCard, blobs: BlobStore, service: Service
 
 @asynccontextmanager
 async def _links(
-    settings: Settings, card: BaseCard, pool: AdapterPool, service: Service
+    settings: Settings, card: BaseCard, pool: AdapterPool, service: Service, measured: LoraServerMetrics | None
 ) -> AsyncIterator[tuple[str, LoraServer]]:
     opener = Opener(_link_settings(settings))
     traces = telemetry.setup(
@@ -131,10 +137,7 @@ async def _links(
         stack.callback(opener.close)
         stack.push_async_callback(asyncio.to_thread, traces.shutdown)
         identity = Identity(settings.group, card.fingerprint)
-        measured = _measure(settings, stack)
         server = LoraServer(identity, pool, opener, service, traces=traces, metrics=measured)
-        if measured:
-            watch_pool(measured, pool, server)
         token = settings.rpc_token.get_secret_value()
         listening = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, server)], token=token))
         logger.info("lora-server serves", extra={"address": listening.address, "group": settings.group})

@@ -1,0 +1,19 @@
+"""What an operator counts of a pool. The instruments themselves are not this room's."""
+
+from typing import Protocol
+
+
+class PoolWatch(Protocol):
+    """Told, under the pool's lock, of what an operator counts."""
+
+    def loaded(self, tier: str, seconds: float) -> None: ...
+    def load_failed(self, code: str) -> None: ...
+    def drained(self) -> None: ...
+
+
+class NoWatch:
+    """Nobody counts."""
+
+    def loaded(self, tier: str, seconds: float) -> None: ...
+    def load_failed(self, code: str) -> None: ...
+    def drained(self) -> None: ...

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from infinilora.lora_server.settings import Settings
+from infinilora.runtime.settings import read
+
+NEEDED = {
+    "INFINILORA_NATS_URL": "nats://h:1",
+    "INFINILORA_REDIS_URL": "redis://h:1",
+    "INFINILORA_STORE_URL": "file:///s",
+    "INFINILORA_BASE": "m",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in NEEDED.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_what_is_not_said_is_derived(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("INFINILORA_GROUP", "g")
+    environment.setenv("INFINILORA_POOL_BYTES", str(100 << 20))
+    settings = read(Settings)
+    assert settings.id == "g"
+    assert settings.slots == 100
+    assert settings.cache == Path(".var/cache/g")
+    assert settings.link_backends == ("shm", "tcp")
+
+
+def test_back_ends_are_a_comma_list(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("INFINILORA_LINK_BACKENDS", "tcp")
+    assert read(Settings).link_backends == ("tcp",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("LINK_BACKENDS", "rdma"), ("POOL_BYTES", "1"), ("THREADS", "0"), ("DEVICE", "tpu")]
+)
+def test_nonsense_is_refused_by_name(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    environment.setenv(f"INFINILORA_{name}", value)
+    with pytest.raises(SystemExit):
+        read(Settings)
+    assert f"INFINILORA_{name}" in capsys.readouterr().err
+
+
+def test_a_base_must_be_named(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    environment.delenv("INFINILORA_BASE")
+    with pytest.raises(SystemExit):
+        read(Settings)
+    assert "INFINILORA_BASE" in capsys.readouterr().err
