@@ -1,6 +1,7 @@
 """A supervised program: alive again after a death, gone after a stop, and never alive after its supervisor."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infinilora.cli.child import LEASH, Child, Program
+from infinilora.cli.child import LEASH, Child, Program, tail
 from infinilora.protocol.errors import Unavailable
 
 STAYS = "import signal; signal.sigwait([signal.SIGTERM])"
@@ -165,3 +166,11 @@ def test_a_leash_whose_holder_is_gone_starts_nothing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "parent is gone" in done.stderr
     assert not note.exists()
+
+
+def test_the_end_of_a_log_is_shown_as_a_person_reads_it(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    trace = "Traceback:\n  File x\n    | KeyError: 'model'\n    +----"
+    log.write_text("plain words\n" + json.dumps({"level": "error", "message": "died", "exception": trace}) + "\n")
+    assert tail(log) == "  plain words\n  error: died\n    Traceback:\n    File x\n    KeyError: 'model'"
+    assert tail(tmp_path / "none") == "(no log)"

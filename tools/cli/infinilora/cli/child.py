@@ -5,6 +5,7 @@ task that could be forgotten. Knows nothing of what the program is for.
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -170,11 +171,22 @@ def _how(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
-def tail(path: Path, num_lines: int = 12) -> str:
-    """The last lines of a log, or a word that there are none."""
+def tail(path: Path, num_lines: int = 6) -> str:
+    """The last lines of a log as a person reads them, or a word that there are none."""
     if not path.is_file():
         return "(no log)"
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16_384))
+        file.seek(max(0, path.stat().st_size - 65_536))
         lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
-    return "\n".join(lines) or "(empty)"
+    return "\n".join(_readable(line) for line in lines) or "(empty)"
+
+
+def _readable(line: str) -> str:
+    """Our services log JSON: the level, the message, and the last lines of an exception are enough here."""
+    try:
+        record = json.loads(line)
+        words = f"  {record['level']}: {record['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"  {line}"
+    trace = [part.strip(" |+-") for part in str(record.get("exception", "")).splitlines()]
+    return "\n    ".join([words, *[part for part in trace if part][-3:]])

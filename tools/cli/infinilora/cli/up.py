@@ -74,26 +74,23 @@ def up(  # noqa: PLR0913 - each is an option
 
 async def _live(stack: Stack) -> None:
     """Run the system until a signal. The second signal kills what the first one did not stop."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(_serve(stack))
+    loop, body = asyncio.get_running_loop(), asyncio.current_task()
+    assert body is not None  # noqa: S101 - this is a coroutine, so it runs in one
 
-        def on_signal() -> None:
-            if serving.cancelling():
-                for name in stack.names():
-                    stack.kill(name)
-            else:
-                err.print("\nstopping; once more to kill")
-                serving.cancel()
+    def on_signal() -> None:
+        if body.cancelling():
+            for name in stack.names():
+                stack.kill(name)
+        else:
+            err.print("\nstopping; once more to kill")
+            body.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, on_signal)
-        serving.add_done_callback(lambda _: _forget_signals(loop))
-
-
-def _forget_signals(loop: asyncio.AbstractEventLoop) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.remove_signal_handler(number)
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await _serve(stack)
+    except asyncio.CancelledError:
+        body.uncancel()  # it was asked for, and all is stopped
 
 
 async def _serve(stack: Stack) -> None:
