@@ -90,11 +90,12 @@ class Server:
                 sys.stderr.write(self.log.read_text(errors="replace")[-2000:])
         return self
 
-    def stop(self) -> None:
-        self._end(signal.SIGTERM)
+    def stop(self) -> int | None:
+        """SIGTERM; the exit status, or None when it was not running."""
+        return self._end(signal.SIGTERM)
 
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
+    def kill(self) -> int | None:
+        return self._end(signal.SIGKILL)
 
     def restart(self) -> None:
         self.stop()
@@ -111,10 +112,10 @@ class Server:
             raise RuntimeError(f"{self.name} ended at start")
         return self.is_ready()
 
-    def _end(self, number: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> int | None:
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
         if process.poll() is None:
             process.send_signal(number)
             process.send_signal(signal.SIGCONT)
@@ -122,7 +123,7 @@ class Server:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+        return process.wait(10)
 
 
 class NatsServer(Server):

@@ -40,6 +40,9 @@ PING_S = 1
 CLOSE_S = 2.0
 ERROR_HEADER = "Infinilora-Error"
 STREAMS = {subjects.USAGE_STREAM: (subjects.USAGE,)}
+STREAM_AGE_S = 30 * 86_400
+STREAM_MESSAGES = 10_000_000
+"""Whoever bills reads the stream within a month; a disk that nobody reads from does not fill."""
 
 
 class Subscription(Generic[T]):
@@ -274,9 +277,9 @@ class NatsBus:
                 await gone.wait()
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 # The same refusal four times a second is one fact.
-                if str(error) != last_error:
-                    last_error = str(error)
-                    logger.warning("broker is away", extra={"error": last_error or type(error).__name__})
+                if repr(error) != last_error:
+                    last_error = repr(error)
+                    logger.warning("broker is away", extra={"error": last_error})
             finally:
                 self._set_client(None)
                 await _close(client)
@@ -357,13 +360,17 @@ class NatsBus:
                 logger.info("reply lost", extra={"subject": message.subject})
 
     async def _send_durable(self) -> None:
+        last_error = ""
         while True:
             await self._durable_waits.wait()
             await self._connected.wait()
             try:
                 await self._send_first_durable()
+                last_error = ""
             except (nats.errors.Error, OSError, TimeoutError) as error:
-                logger.warning("durable message not taken", extra={"error": str(error) or type(error).__name__})
+                if repr(error) != last_error:
+                    last_error = repr(error)
+                    logger.warning("durable message not taken", extra={"error": last_error})
                 await asyncio.sleep(RETRY_S)
             if not self._durable:
                 self._durable_waits.clear()
@@ -380,7 +387,9 @@ class NatsBus:
             await stream.publish(first.subject, first.payload, headers=headers)
         except nats.js.errors.NoStreamResponseError:
             for name, covered in STREAMS.items():
-                await stream.add_stream(name=name, subjects=list(covered))
+                await stream.add_stream(
+                    name=name, subjects=list(covered), max_age=STREAM_AGE_S, max_msgs=STREAM_MESSAGES
+                )
             return
         self._durable.popleft()
 

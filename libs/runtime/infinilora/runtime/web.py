@@ -9,19 +9,20 @@ from typing import Any
 import uvicorn
 from typing_extensions import override
 
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import InvalidRequest, Unavailable
 
 BACKLOG = 2048
+MAX_PORT = 65_535
 
 
 class WebServer:
     """Listens from `with` on; answers while `run` runs. Port 0 takes a free one."""
 
     def __init__(self, app: Any, listen: str, *, grace_s: float) -> None:
-        host, _, port = listen.rpartition(":")
+        host, port = _parse(listen)
         try:
-            self._socket = socket.create_server((host.strip("[]"), int(port)), backlog=BACKLOG)
-        except (OSError, ValueError) as error:
+            self._socket = socket.create_server((host.strip("[]"), port), backlog=BACKLOG)
+        except OSError as error:
             raise Unavailable(f"cannot listen on {listen!r}: {error}") from error
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._ended = asyncio.Event()
@@ -57,3 +58,10 @@ class _Uvicorn(uvicorn.Server):
     @override
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _parse(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
+        raise InvalidRequest(f"cannot listen on {listen!r}: wanted host:port, the port from 0 to {MAX_PORT}")
+    return host, int(port)

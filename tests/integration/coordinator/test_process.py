@@ -1,0 +1,243 @@
+"""Coordinators as real processes on real NATS and Redis: start, take over, outages, clean stop."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typing_extensions import override
+
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.adapter import AdapterRecord, VersionRecord
+from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Placement, Stage
+from infinilora.protocol.ids import Fingerprint, digest_of
+from infinilora.runtime.bus import NatsBus
+from infinilora.runtime.members import Heart
+from infinilora.runtime.store import AddMember, Effect, Raise, RedisStore
+from support.procs import NatsServer, Server, ValkeyServer
+from support.waiting import eventually
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+BASE = Fingerprint(digest_of(b"base"))
+ADAPTER = digest_of(b"adapter")
+BEAT_MS = 200
+
+
+class Coordinator(Server):
+    """`python -m infinilora.coordinator`."""
+
+    name = "coordinator"
+
+    def __init__(self, home: Path, name: str, nats: NatsServer, valkey: ValkeyServer) -> None:
+        super().__init__(home / name)
+        self.id = name
+        self._settings = {
+            "NATS_URL": nats.url,
+            "REDIS_URL": valkey.url,
+            "STORE_URL": f"file://{home}/store",
+            "LISTEN": f"127.0.0.1:{self.port}",
+            "COORDINATOR_ID": name,
+            "BEAT_MS": str(BEAT_MS),
+            "LEASE_S": "1.5",
+            "RECONCILE_S": "0.3",
+        }
+
+    @override
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "infinilora.coordinator"]
+
+    @override
+    def environment(self) -> dict[str, str]:
+        return {f"INFINILORA_{key}": value for key, value in self._settings.items()}
+
+    async def ask(self, path: str) -> tuple[int, Any]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
+            answer = await http.get(path)
+            return answer.status_code, answer.json()
+
+    async def fleet(self) -> dict[str, Any]:
+        fleet: dict[str, Any] = (await self.ask("/v1/fleet"))[1]
+        return fleet
+
+    async def is_well(self) -> bool:
+        status, body = await self.ask("/readyz")
+        return (status, body["status"]) == (200, "ready")
+
+    async def leads(self) -> bool:
+        return bool((await self.fleet())["is_leading"])
+
+
+class Cluster:
+    """A broker and a store of the test's own, that it may kill."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.nats = NatsServer(home / "nats")
+        self.valkey = ValkeyServer(home / "valkey")
+        self.coordinators: list[Coordinator] = []
+
+    async def coordinator(self, name: str) -> Coordinator:
+        server = Coordinator(self.home, name, self.nats, self.valkey)
+        self.coordinators.append(server)
+        await asyncio.to_thread(server.start)
+        return server
+
+    def stop(self) -> None:
+        for server in (*self.coordinators, self.nats, self.valkey):
+            server.kill()
+
+
+@asynccontextmanager
+async def a_cluster(home: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(home)
+    try:
+        await asyncio.to_thread(cluster.nats.start)
+        await asyncio.to_thread(cluster.valkey.start)
+        yield cluster
+    finally:
+        await asyncio.to_thread(cluster.stop)
+
+
+class LoraServer:
+    """Beats as a group of `BASE` with nothing resident, and notes the commands it is given."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._url = cluster.nats.url
+        self.commands: list[Command] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["LoraServer"]:
+        async with NatsBus(self._url) as bus:
+            await bus.wait_connected(5)
+            await bus.serve(subjects.commands("lora-server", "g1-0"), Command, self._obey)
+            task = asyncio.get_running_loop().create_task(Heart(self._url, self._beat, interval_s=BEAT_MS / 1000).run())
+            try:
+                yield self
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+    def _beat(self) -> Beat:
+        load = GroupLoad(bytes_free=1000, bytes_total=1000)
+        return Beat(
+            kind="lora-server", id="g1-0", incarnation="x", seq=0, state="ready", base=BASE, group="g1", load=load
+        )
+
+    async def _obey(self, command: Command) -> CommandReply:
+        self.commands.append(command)
+        return CommandReply(command_id=command.command_id)
+
+
+async def register(store: RedisStore, name: str) -> None:
+    version = VersionRecord(version=1, digest=ADAPTER, created_at="", source="", num_bytes=10, max_rank=8)
+    record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=ADAPTER, versions=(version,))
+    also: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"default/{name}"), Raise(keys.REGISTRY_REVISION)]
+    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=also)
+
+
+async def placement(store: RedisStore) -> Placement | None:
+    found = await store.get(keys.placement(BASE), Placement)
+    return found.value if found else None
+
+
+async def test_a_registered_adapter_is_placed_and_a_hot_one_staged(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
+        coordinator = await cluster.coordinator("c1")
+        await eventually(coordinator.is_well, "the coordinator is ready", 20)
+        async with LoraServer(cluster).running() as server:
+            await register(store, "one")
+
+            async def is_placed() -> bool:
+                found = await placement(store)
+                return found is not None and found.groups == {"g1": (ADAPTER,)}
+
+            await eventually(is_placed, "the adapter is placed", 20)
+            await store.add_heat(keys.heat(60), ADAPTER, 60, 10, datetime.now(UTC).timestamp())
+            await eventually(lambda: bool(server.commands), "the hint comes", 20)
+            assert server.commands[0].body == Stage(digest=ADAPTER)
+            assert server.commands[0].epoch == 1
+            fleet = await coordinator.fleet()
+            assert {(m["kind"], m["health"]) for m in fleet["members"]} == {
+                ("coordinator", "alive"),
+                ("lora-server", "alive"),
+            }
+            assert fleet["leader"] == "c1"
+            assert fleet["heat"][0]["name"] == "default/one"
+
+
+async def test_a_standby_takes_over_from_a_killed_leader_with_a_higher_epoch(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster:
+        first = await cluster.coordinator("c1")
+        await eventually(first.leads, "the first leads", 20)
+        second = await cluster.coordinator("c2")
+        await eventually(second.is_well, "the second stands by", 20)
+        assert not await second.leads()
+        first.kill()
+        await eventually(second.leads, "the second leads")
+        assert (await second.fleet())["epoch"] == 2
+
+
+async def test_a_frozen_leader_that_wakes_finds_itself_deposed(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster:
+        first = await cluster.coordinator("c1")
+        await eventually(first.leads, "the first leads", 20)
+        second = await cluster.coordinator("c2")
+        first.freeze()
+        await eventually(second.leads, "the second leads", 20)
+        first.thaw()
+        assert not await first.leads()
+        assert await second.leads()
+
+
+async def test_a_coordinator_lives_through_the_death_of_broker_and_store(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
+        coordinator = await cluster.coordinator("c1")
+        async with LoraServer(cluster).running():
+            await eventually(coordinator.leads, "it leads", 20)
+            pid = coordinator.pid
+            cluster.nats.kill()
+            cluster.valkey.kill()
+
+            async def is_degraded() -> bool:
+                away: list[str] = (await coordinator.ask("/readyz"))[1]["away"]
+                return away == ["nats", "redis"]
+
+            await eventually(is_degraded, "it says what is away", 20)
+            await asyncio.to_thread(cluster.valkey.start)
+            await asyncio.to_thread(cluster.nats.start)
+            await eventually(coordinator.is_well, "it is well again", 20)
+            await eventually(coordinator.leads, "it leads again", 20)
+            await register(store, "late")
+
+            async def is_placed() -> bool:
+                found = await placement(store)
+                return found is not None and found.groups == {"g1": (ADAPTER,)}
+
+            await eventually(is_placed, "it decides again", 20)
+            assert coordinator.pid == pid
+
+
+async def test_it_starts_while_everything_is_away_and_becomes_ready_when_it_comes(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster:
+        cluster.nats.kill()
+        cluster.valkey.kill()
+        coordinator = await cluster.coordinator("c1")
+        status, body = await coordinator.ask("/readyz")
+        assert (status, body["status"]) == (503, "starting")
+        await asyncio.to_thread(cluster.valkey.start)
+        await asyncio.to_thread(cluster.nats.start)
+        await eventually(coordinator.is_well, "it is ready", 20)
+
+
+async def test_sigterm_gives_the_lease_up_and_ends_with_0(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
+        coordinator = await cluster.coordinator("c1")
+        await eventually(coordinator.leads, "it leads", 20)
+        assert await asyncio.to_thread(coordinator.stop) == 0
+        assert await store.lease(keys.LEADER) is None

@@ -1,0 +1,249 @@
+"""Rounds of the leader over memory twins: what is written, what is asked, and when nothing is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import pytest
+
+from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.reconcile import Policy, Reconciler
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.adapter import AdapterRecord, VersionRecord
+from infinilora.protocol.control import Beat, Command, CommandReply, Evict, GroupLoad, Placement, Stage
+from infinilora.protocol.errors import StaleEpoch
+from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+from infinilora.runtime.members import Members
+from infinilora.runtime.memory import MemoryBus, MemoryStore
+from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
+from infinilora.runtime.store import AddMember, Effect, Raise
+from support.waiting import eventually
+
+BASE = Fingerprint(digest_of(b"base"))
+A, B, C = sorted(digest_of(name.encode()) for name in "abc")
+POLICY = Policy(reconcile_s=60, heat_half_life_s=60, hot_rps=2.0, fill=1.0, max_hints=4, hint_pause_s=60)
+
+
+class World:
+    """A store, a bus, LoRA servers that beat, and one coordinator's reconciler."""
+
+    def __init__(self, store: MemoryStore, bus: MemoryBus, members: Members) -> None:
+        self.store = store
+        self.bus = bus
+        self.members = members
+        self.leadership = Leadership(store, "c1/a", lease_s=30)
+        self.reconciler = Reconciler(
+            store=store,
+            bus=bus,
+            members=members,
+            leadership=self.leadership,
+            metrics=CoordinatorMetrics(new_registry()),
+            policy=POLICY,
+        )
+        self.commands: list[tuple[str, Command]] = []
+        self._seq = 0
+
+    async def register(self, name: str, digest: Digest, num_bytes: int = 10) -> None:
+        version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=num_bytes, max_rank=8)
+        record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
+        also: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"default/{name}"), Raise(keys.REGISTRY_REVISION)]
+        await self.store.compare_and_set(keys.adapter("default", name), None, record, also=also)
+
+    async def warm(self, digest: Digest, requests: float) -> None:
+        await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
+
+    async def beat(self, group: str, *, total: int = 100, resident: tuple[Digest, ...] = ()) -> None:
+        self._seq += 1
+        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident)
+        beat = Beat(
+            kind="lora-server", id=f"{group}-0", incarnation="x", seq=self._seq, state="ready",
+            base=BASE, group=group, load=load,
+        )  # fmt: skip
+        await self.bus.publish(subjects.heartbeat("lora-server", beat.id), beat)
+        seq = self._seq
+
+        def heard() -> bool:
+            member = self.members.get("lora-server", beat.id)
+            return member is not None and member.beat.seq == seq
+
+        await eventually(heard, "the beat is heard")
+
+    async def obey(self, group: str, *, seen_epoch: int = 0) -> None:
+        async def handle(command: Command) -> CommandReply:
+            if command.epoch < seen_epoch:
+                raise StaleEpoch("too old")
+            self.commands.append((group, command))
+            return CommandReply(command_id=command.command_id)
+
+        await self.bus.serve(subjects.commands("lora-server", f"{group}-0"), Command, handle)
+
+    async def placement(self) -> Placement | None:
+        found = await self.store.get(keys.placement(BASE), Placement)
+        return found.value if found else None
+
+
+class Clock:
+    """Stands still unless told: nobody dies of this test's slowness."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def a_world() -> AsyncIterator[World]:
+    store, bus, clock = MemoryStore(), MemoryBus(), Clock()
+    async with Members(bus, interval_s=0.04, clock=clock) as members:
+        clock.now += 1  # the frozen start is over
+        yield World(store, bus, members)
+
+
+async def test_the_leader_writes_and_tells_what_should_be_where() -> None:
+    async with a_world() as world:
+        told = world.bus.subscribe(subjects.PLACEMENT_EVENTS, Placement)
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        written = await world.placement()
+        assert written == Placement(base=BASE, epoch=1, revision=1, groups={"g1": tuple(sorted((A, B)))})
+        assert await anext(told) == written
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert await world.placement() == written
+        assert told.pop_all() == []
+
+
+async def test_a_new_adapter_and_a_removed_one_change_the_placement() -> None:
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        await world.register("two", B)
+        await world.beat("g1")
+        await world.reconciler.round()
+        record = await world.store.get(keys.adapter("default", "one"), AdapterRecord)
+        assert record is not None
+        await world.store.delete_if(keys.adapter("default", "one"), record.raw, also=[Raise(keys.REGISTRY_REVISION)])
+        await world.beat("g1")
+        await world.reconciler.round()
+        placement = await world.placement()
+        assert placement is not None
+        assert (placement.revision, placement.groups) == (3, {"g1": (B,)})
+
+
+async def test_a_standby_looks_and_writes_nothing() -> None:
+    async with a_world() as world:
+        await world.register("one", A)
+        await Leadership(world.store, "other/b", lease_s=30).step()
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert await world.placement() is None
+        assert len(world.reconciler.registry) == 1
+
+
+async def test_what_has_heat_and_is_nowhere_is_staged_once() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        for _ in range(3):
+            await world.beat("g1")
+            await world.reconciler.round()
+        assert [(group, command.body, command.epoch) for group, command in world.commands] == [
+            ("g1", Stage(digest=A), 1)
+        ]
+
+
+async def test_what_is_resident_is_not_asked_for_and_what_is_unknown_is_evicted() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1", resident=(A, C))
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Evict(digest=C)]
+
+
+async def test_a_deposed_leader_resigns_when_it_is_told() -> None:
+    async with a_world() as world:
+        await world.obey("g1", seen_epoch=7)
+        await world.register("one", A)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert not world.leadership.is_leading
+        assert world.commands == []
+
+
+async def test_a_placement_of_a_higher_epoch_is_not_overwritten() -> None:
+    async with a_world() as world:
+        theirs = Placement(base=BASE, epoch=9, revision=40, groups={"g1": ()})
+        await world.store.put(keys.placement(BASE), theirs)
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert await world.placement() == theirs
+        assert not world.leadership.is_leading
+
+
+async def test_nothing_is_decided_while_the_store_is_away() -> None:
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        world.store.is_connected = False
+        await world.reconciler.round()
+        assert not world.reconciler.store_answers
+        world.store.is_connected = True
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert world.reconciler.store_answers
+        placement = await world.placement()
+        assert placement is not None
+        assert placement.revision == 1
+
+
+async def test_nothing_is_decided_while_the_bus_is_away() -> None:
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        world.bus.set_connected(False)
+        await world.reconciler.round()
+        assert await world.placement() is None
+
+
+async def test_a_change_of_the_fleet_wakes_the_leader() -> None:
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.leadership.step()
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(world.reconciler.run()), loop.create_task(world.reconciler.follow_members())]
+        await world.beat("g1")
+
+        async def is_placed() -> bool:
+            await world.beat("g1")
+            return await world.placement() is not None
+
+        await eventually(is_placed, "the new group is given its adapter")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinilora.coordinator.reconcile.QUIET_S", 0.0)
