@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from support.demo import ADAPTERS, BASE_OF, BEHAVES, demo_model, unseen
 from support.stacks import StackFactory
 
