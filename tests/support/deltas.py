@@ -1,5 +1,6 @@
 """Read a packed adapter back as weight deltas, the slow and obvious way."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 from infinilora.protocol.adapter import BaseCard
 from infinilora.weights.ingest import ingest
 from infinilora.weights.packed import packed_ranges, part_arrays, read_header, verify
+from infinilora.weights.peft import TENSORS_FILE
+from infinilora.weights.synth import write_tensors
+from infinilora.weights.tensorfile import open_tensors
 
 Deltas = dict[str, NDArray[Any]]
 """Module name -> scale · B·A, float64 [out, in]."""
@@ -46,3 +50,16 @@ def largest_difference(found: Deltas, wanted: Deltas) -> float:
         difference = found.get(module, 0.0) - wanted.get(module, 0.0)
         worst = max(worst, float(np.abs(difference).max()))
     return worst / largest
+
+
+def rename_tensors(directory: Path, names: dict[str, str], keep: Callable[[str], bool] = lambda _name: True) -> None:
+    """Rewrite an adapter's tensor file with parts of its names replaced, dropping what is not kept."""
+    file = open_tensors(directory / TENSORS_FILE)
+    tensors = {}
+    for name in file.tensors:
+        new = name
+        for old, other in names.items():
+            new = new.replace(old, other)
+        if keep(new):
+            tensors[new] = np.array(file.read(name))
+    write_tensors(directory / TENSORS_FILE, tensors)

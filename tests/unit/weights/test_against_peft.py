@@ -14,7 +14,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from infinilora.protocol.adapter import BaseCard
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
-from support.deltas import Deltas, ingested_deltas, largest_difference
+from support.deltas import Deltas, ingested_deltas, largest_difference, rename_tensors
 
 FF, EXPERTS, SHARED = 24, 4, 40
 SIZES = {
@@ -146,22 +146,37 @@ def test_fused_expert_adapters_equal_peft(tmp_path: Path, family: str, config: d
     assert largest_difference(found, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", MOE)
 def test_adapters_that_peft_converted_to_fused_experts_equal_peft(tmp_path: Path, family: str) -> None:
     experts = ["w1", "w2", "w3"] if family == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
-    wanted = save(family, tmp_path, r=4, lora_alpha=6, target_modules=["q_proj", "gate", *experts])
+    router = [] if family == "qwen2_moe" else ["gate"]
+    wanted = save(family, tmp_path, r=4, lora_alpha=6, target_modules=["q_proj", *router, *experts])
     found = ingested_deltas(tmp_path, card_of(family), tmp_path / "packed")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-6
 
 
-def test_per_expert_files_equal_peft_which_fuses_them_as_it_loads(tmp_path: Path) -> None:
-    card = card_of("qwen3_moe")
-    write_peft_adapter(tmp_path, card, rank=4, seed=3)
+EARLIER_MIXTRAL = {".gate_proj": ".w1", ".up_proj": ".w3", ".down_proj": ".w2", ".mlp.": ".block_sparse_moe."}
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "targets"),
+    [
+        ("qwen3_moe", {}, ["gate_proj", "up_proj", "down_proj", "gate", "q_proj"]),
+        ("mixtral", EARLIER_MIXTRAL, ["w1", "w2", "w3", "gate", "q_proj"]),
+    ],
+)
+def test_per_expert_files_equal_peft_which_fuses_them_as_it_loads(
+    tmp_path: Path, family: str, names: dict[str, str], targets: list[str]
+) -> None:
+    card = card_of(family)
+    projections = ["gate_proj", "up_proj", "down_proj", "gate", "q_proj"]
+    write_peft_adapter(tmp_path, card, rank=4, seed=3, targets=projections, config={"target_modules": targets})
+    rename_tensors(tmp_path, names)
     found = ingested_deltas(tmp_path, card, tmp_path / "packed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = PeftModel.from_pretrained(base_model("qwen3_moe"), str(tmp_path))
+        model = PeftModel.from_pretrained(base_model(family), str(tmp_path))
     wanted = deltas_of(model)
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-6

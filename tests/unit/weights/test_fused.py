@@ -15,7 +15,7 @@ from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors
 from support.cards import make_card, tiny_cards
-from support.deltas import Deltas, ingested_deltas, largest_difference
+from support.deltas import Deltas, ingested_deltas, largest_difference, rename_tensors
 
 EXPERTS = "model.layers.0.mlp.experts"
 WRAPPED = f"base_model.model.{EXPERTS}"
@@ -159,18 +159,6 @@ def test_two_fused_pairs_for_one_parameter_are_refused(tmp_path: Path) -> None:
 
 
 # One by one ---------------------------------------------------------------------------------------
-
-
-def rename_tensors(directory: Path, names: dict[str, str], keep: Any = lambda _name: True) -> None:
-    file = open_tensors(directory / TENSORS_FILE)
-    tensors = {}
-    for name in file.tensors:
-        new = name
-        for old, other in names.items():
-            new = new.replace(old, other)
-        if keep(new):
-            tensors[new] = np.array(file.read(name))
-    write_tensors(directory / TENSORS_FILE, tensors)
 
 
 def test_mixtral_is_read_under_both_generations_of_names(tmp_path: Path) -> None:
