@@ -1,6 +1,7 @@
-"""A gRPC peer that stops answering without closing its socket is noticed; a killed one at once."""
+"""A gRPC peer that stops answering without closing its socket is noticed, from either end; a killed one at once."""
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from infinilora.protocol import generate_pb2
 from infinilora.protocol.errors import Unavailable
-from infinilora.runtime.rpc import Channels, Client
+from infinilora.runtime.rpc import Call, Channels, Client, serving
 from support.procs import Server
 
 pytestmark = pytest.mark.integration
@@ -30,6 +31,20 @@ async def main():
     service = generate_pb2.DESCRIPTOR.services_by_name["Engine"]
     async with serving(f"127.0.0.1:{sys.argv[1]}", [(service, Engine())]):
         await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+CALLER = """
+import asyncio, sys
+from infinilora.protocol import generate_pb2
+from infinilora.runtime.rpc import Channels
+async def main():
+    service = generate_pb2.DESCRIPTOR.services_by_name["Engine"]
+    async with Channels() as channels:
+        client = channels.client(service, f"127.0.0.1:{sys.argv[1]}")
+        async for _ in client.stream("Generate", generate_pb2.GenerateRequest()):
+            pass
 asyncio.run(main())
 """
 
@@ -66,3 +81,35 @@ async def test_an_open_stream_ends_soon_after_its_peer(tmp_path: Path, how: str,
         with pytest.raises(Unavailable, match=r"Engine\.Generate"):
             await anext(events)
         assert time.monotonic() - started < within_s
+
+
+class Generator:
+    """Knows when a call has begun and when it was given up."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def generate(
+        self, request: generate_pb2.GenerateRequest, call: Call
+    ) -> AsyncIterator[generate_pb2.GenerateEvent]:
+        self.begun.set()
+        try:
+            yield generate_pb2.GenerateEvent(token=generate_pb2.Token(id=1))
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 5.0)])
+async def test_a_handler_ends_soon_after_its_caller(number: signal.Signals, within_s: float) -> None:
+    generator = Generator()
+    async with serving("127.0.0.1:0", [(ENGINE, generator)]) as server:
+        caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, str(server.port))
+        await generator.begun.wait()
+        started = time.monotonic()
+        caller.send_signal(number)
+        await generator.ended.wait()
+        assert time.monotonic() - started < within_s
+        if number != signal.SIGKILL:
+            caller.kill()
+        await caller.wait()

@@ -44,9 +44,11 @@ class World:
         self.commands: list[tuple[str, Command]] = []
         self._seq = 0
 
-    async def register(self, name: str, digest: Digest, num_bytes: int = 10) -> None:
+    async def register(self, name: str, digest: Digest, num_bytes: int = 10, *, pinned: bool = False) -> None:
         version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=num_bytes, max_rank=8)
-        record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
+        record = AdapterRecord(
+            tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,), pinned=pinned
+        )
         also: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"default/{name}"), Raise(keys.REGISTRY_REVISION)]
         await self.store.compare_and_set(keys.adapter("default", name), None, record, also=also)
 
@@ -161,6 +163,17 @@ async def test_what_has_heat_and_is_nowhere_is_staged_once() -> None:
         assert [(group, command.body, command.epoch) for group, command in world.commands] == [
             ("g1", Stage(digest=A), 1)
         ]
+
+
+async def test_a_pinned_adapter_is_staged_without_heat() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.register("two", B, pinned=True)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Stage(digest=B)]
 
 
 async def test_what_is_resident_is_not_asked_for_and_what_is_unknown_is_evicted() -> None:

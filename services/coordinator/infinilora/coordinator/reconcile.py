@@ -147,7 +147,7 @@ class Reconciler:
         if plan != current:
             await self._write(base, plan, before)
         resident = {group: frozenset(load.resident) for group, load in loads.items()}
-        heat = {a.digest: a.rps for a in adapters if a.rps > 0}
+        heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
         await self._hint(hints(plan, resident, heat, self.registry.digests(), hot), servers)
 
     async def _write(self, base: Fingerprint, plan: Plan, before: Value[Placement] | None) -> None:
