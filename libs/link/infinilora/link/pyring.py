@@ -40,7 +40,7 @@ class _Words:
         self._syscall = ctypes.CDLL(None).syscall
 
     def mark(self, state: State) -> None:
-        self.u32[self._mine] = state
+        self.u32[self._mine] = max(state, self.u32[self._mine])
         self._wake()
 
     def publish(self, at: int, word: int) -> None:

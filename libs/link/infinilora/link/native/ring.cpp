@@ -393,9 +393,13 @@ Server* il_ring_server_open(char* base, int64_t spin_ns) {
 void il_ring_free(void* end) { std::free(end); }
 
 // Say that one end (0: engine, 1: server) is open, shut or quarantined, and wake whoever sleeps. Any thread.
+// A state never goes back: a quarantine stays one when the end is then closed.
 void il_ring_mark(char* base, int is_server, uint32_t state) {
   FileHeader* file = reinterpret_cast<FileHeader*>(base);
-  store(is_server ? &file->server.state : &file->engine.state, state);
+  uint32_t* at = is_server ? &file->server.state : &file->engine.state;
+  uint32_t is = load(at);
+  while (is < state && !__atomic_compare_exchange_n(at, &is, state, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  }
   wake(file->engine);
   wake(file->server);
 }

@@ -103,6 +103,10 @@ class GroupLink:
                 raise LinkClosed(self.reason)
         except* InfiniLoraError as ends:
             self.reason = str(ends.exceptions[0])
+        # A TaskGroup loses a cancellation that comes while it raises; the task still knows of it.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
 
     async def _send_all(self) -> None:
         while True:

@@ -1,0 +1,158 @@
+"""LoRA server groups by script: the real stream and the real link, deltas by rule, and every way to misbehave."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from infinilora.link.ends import Call, ServerEnd
+from infinilora.link.errors import LinkClosed
+from infinilora.link.frame import Kind
+from infinilora.link.open import LinkSettings, Opener
+from infinilora.protocol import lora_pb2
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
+from infinilora.protocol.ids import PROTOCOL_VERSION
+from infinilora.runtime import rpc
+
+SERVICE = lora_pb2.DESCRIPTOR.services_by_name["LoraServer"]
+
+
+def delta_of(slot: int, generation: int, layer: int, site: int) -> float:
+    """What this tenancy adds to every column: no two tenancies, layers or sites add the same."""
+    return slot * 1000 + generation * 100 + layer * 10 + site
+
+
+class ScriptedGroup:
+    """Grants every lease at once, all layers ready. Slots are numbered as digests come; generations by `generation`."""
+
+    def __init__(self, name: str, settings: LinkSettings, *, num_layers: int, layer_sites: list[int]) -> None:
+        self.name = name
+        self.generation = 1
+        self.refuse_leases: InfiniLoraError | None = None
+        self.refuse_calls = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked: list[str] = []
+        self.released: list[str] = []
+        self.hellos: list[Any] = []
+        self.closed_ends: list[ServerEnd] = []
+        self.calls: list[Call] = []
+        self.address = ""
+        self._num_layers = num_layers
+        self._layer_sites = layer_sites
+        self._slots: dict[str, int] = {}
+        self._opener = Opener(settings)
+        self._outboxes: list[asyncio.Queue[Any]] = []
+
+    async def open_link(self, requests: AsyncIterator[Any], _call: rpc.Call) -> AsyncIterator[Any]:
+        hello = (await anext(requests)).hello
+        self.hellos.append(hello)
+        opening = self._opener.choose([{"backend": o.backend, **o.details} for o in hello.offers])
+        details = {k: v for k, v in opening.chosen.items() if k != "backend"}
+        chosen = lora_pb2.Offer(backend=opening.chosen["backend"], details=details)
+        yield lora_pb2.ServerMessage(
+            welcome=lora_pb2.Welcome(
+                protocol_version=PROTOCOL_VERSION,
+                group=self.name,
+                incarnation="i",
+                chosen=chosen,
+                secret=opening.secret,
+            )
+        )
+        assert (await anext(requests)).WhichOneof("message") == "ready"
+        end = await asyncio.to_thread(opening.wait, 5)
+        serving = threading.Thread(target=self._serve, args=(end,), daemon=True)
+        serving.start()
+        outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._outboxes.append(outbox)
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._read(requests, outbox))
+            try:
+                while (message := await outbox.get()) is not None:
+                    yield message
+            finally:
+                reader.cancel()
+                self._outboxes.remove(outbox)
+                end.close()
+                self.gate.set()
+                await asyncio.to_thread(serving.join, 10)
+                self.closed_ends.append(end)
+
+    def end_streams(self) -> None:
+        """What a dying server does."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
+
+    def say(self, message: Any) -> None:
+        for outbox in self._outboxes:
+            outbox.put_nowait(message)
+
+    async def _read(self, requests: AsyncIterator[Any], outbox: "asyncio.Queue[Any]") -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "release":
+                self.released.append(message.release.digest)
+                continue
+            digest = message.lease.digest
+            self.asked.append(digest)
+            if self.refuse_leases is not None:
+                error = self.refuse_leases
+                failed = lora_pb2.LeaseFailed(digest=digest, code=error.code, message=error.message)
+                outbox.put_nowait(lora_pb2.ServerMessage(failed=failed))
+                continue
+            slot = self._slots.setdefault(digest, len(self._slots))
+            tenancy = {"digest": digest, "slot": slot, "slot_generation": self.generation}
+            granted = lora_pb2.LeaseGranted(**tenancy, layer_sites=self._layer_sites)
+            outbox.put_nowait(lora_pb2.ServerMessage(granted=granted))
+            ready = lora_pb2.LayersReady(**tenancy, count=len(self._layer_sites))
+            outbox.put_nowait(lora_pb2.ServerMessage(layers=ready))
+        outbox.put_nowait(None)
+
+    def _serve(self, end: ServerEnd) -> None:
+        plan: list[list[int]] = []
+        try:
+            while True:
+                call = end.recv(0.2)
+                if call is None:
+                    continue
+                self.calls.append(Call(call.header, call.segments))
+                if call.segments is not None:
+                    plan = call.segments.tolist()
+                    continue
+                self.gate.wait(10)
+                self._answer(end, call, plan)
+        except LinkClosed:
+            return
+
+    def _answer(self, end: ServerEnd, call: Call, plan: list[list[int]]) -> None:
+        header = call.header
+        if self.refuse_calls:
+            self.refuse_calls -= 1
+            end.refuse(call, AdapterFailed("this tenancy is not granted, as the test wants it"))
+            return
+        out = end.reply_buffer(call).zero_()
+        for start, rows, slot, generation in plan:
+            first, last = max(start, header.row_start), min(start + rows, header.row_start + header.rows)
+            if first < last:
+                delta = delta_of(slot, generation, header.layer, header.site)
+                out[first - header.row_start : last - header.row_start] = delta
+        end.reply(call)
+
+    @property
+    def site_calls(self) -> list[Call]:
+        return [c for c in self.calls if c.header.kind == Kind.SITE]
+
+    def close(self) -> None:
+        self._opener.close()
+
+
+@asynccontextmanager
+async def serving(group: ScriptedGroup, address: str = "127.0.0.1:0") -> AsyncIterator[ScriptedGroup]:
+    """The group's gRPC door, open for the length of the block."""
+    torch.set_num_threads(1)
+    async with rpc.serving(address, [(SERVICE, group)], grace_s=0.2) as server:
+        group.address = server.address
+        yield group
+        group.end_streams()
