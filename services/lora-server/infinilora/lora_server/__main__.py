@@ -3,7 +3,6 @@
 from functools import partial
 
 from infinilora.lora_server.settings import Settings
-from infinilora.lora_server.worker import serve
 from infinilora.runtime import log
 from infinilora.runtime.service import run
 from infinilora.runtime.settings import read
@@ -12,6 +11,9 @@ from infinilora.runtime.settings import read
 def main() -> None:
     settings = read(Settings)
     log.setup("lora-server", settings.log_level, process_id=settings.id)
+    # Not before: torch takes seconds to import, and wrong settings are told at once.
+    from infinilora.lora_server.worker import serve
+
     run("lora-server", partial(serve, settings), drain_s=settings.drain_s)
 
 
