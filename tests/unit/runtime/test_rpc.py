@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import grpc
 import pytest
@@ -240,3 +240,38 @@ async def test_a_stranger_can_ask_which_services_there_are() -> None:
         names = {service.name for service in answer.list_services_response.service}
         call.cancel()
     assert {"infinilora.v1.Engine", "infinilora.v1.LoraServer"} <= names
+
+
+async def test_a_server_that_stops_ends_open_streams_with_unavailable_not_with_cancellation() -> None:
+    async with Channels() as channels, AsyncExitStack() as stack:
+        services = [(ENGINE, Engine()), (LORA, LoraServer())]
+        server = await stack.enter_async_context(serving("127.0.0.1:0", services, grace_s=0.1))
+        events = channels.client(ENGINE, server.address).stream("Generate", ask("for ever"))
+        await anext(events)
+        async with channels.client(LORA, server.address).duplex("OpenLink") as link:
+            await link.send(lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest="a")))
+            replies = aiter(link)
+            await anext(replies)
+            closing = asyncio.get_running_loop().create_task(stack.aclose())
+            with pytest.raises(Unavailable):
+                await anext(events)
+            with pytest.raises(Unavailable):
+                await anext(replies)
+            await closing
+            with pytest.raises(Unavailable):
+                await link.send(lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest="b")))
+
+
+async def test_closing_a_duplex_under_its_reader_is_an_error_for_the_reader_and_no_cancellation() -> None:
+    async with serving("127.0.0.1:0", [(LORA, LoraServer())]) as server, Channels() as channels:
+        async with channels.client(LORA, server.address).duplex("OpenLink") as link:
+
+            async def read_one() -> lora_pb2.ServerMessage:
+                return await anext(aiter(link))
+
+            await link.send(lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest="a")))
+            assert (await read_one()).granted.digest == "a"
+            waiting = asyncio.get_running_loop().create_task(read_one())
+            await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="closed here"):
+            await waiting

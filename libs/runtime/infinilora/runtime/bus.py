@@ -9,7 +9,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
@@ -126,8 +127,12 @@ class Bus(Protocol):
         """
         ...
 
+    async def ping(self, timeout_s: float = 1.0) -> None:
+        """Wait until the broker has seen all that was said and subscribed; a proof that it is there."""
+        ...
+
     async def flush(self, timeout_s: float = 1.0) -> None:
-        """Wait until the broker has seen all that was said and subscribed, durable messages included."""
+        """As `ping`, and until it has every durable message on disk."""
         ...
 
 
@@ -252,17 +257,20 @@ class NatsBus:
         self._durable_done.clear()
         self._durable_waits.set()
 
-    async def flush(self, timeout_s: float = 1.0) -> None:
+    async def ping(self, timeout_s: float = 1.0) -> None:
         client = self._client
         if client is None:
             raise Unavailable("the broker is away", retry_after_s=1.0)
-        try:
+        with _in_time(timeout_s):
             async with asyncio.timeout(timeout_s):
                 await self._settle()
                 await client.flush(max(1, int(timeout_s)))
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        await self.ping(timeout_s)
+        with _in_time(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._durable_done.wait()
-        except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise Unavailable(f"the broker did not answer within {timeout_s} s", retry_after_s=1.0) from error
 
     # The connection
 
@@ -305,10 +313,11 @@ class NatsBus:
             disconnected_cb=on_closed,
             error_cb=on_error,
         )
+        await client.flush()
+        # No await between the last look and `_set_client`: whoever subscribes after it finds the client.
         while unmade := [route for route in self._routes.values() if route.client is not client]:
             for route in unmade:
                 await route.make(client)
-        await client.flush()
         self._set_client(client)
 
     def _set_client(self, client: nats.aio.client.Client | None) -> None:
@@ -429,6 +438,14 @@ async def answer(
         return encode(InvalidRequest(f"message does not parse: {error}").to_wire()), {ERROR_HEADER: "1"}
     except InfiniLoraError as error:
         return encode(error.to_wire()), {ERROR_HEADER: "1"}
+
+
+@contextmanager
+def _in_time(timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except (nats.errors.Error, OSError, TimeoutError) as error:
+        raise Unavailable(f"the broker did not answer within {timeout_s} s", retry_after_s=1.0) from error
 
 
 def _trace_headers() -> dict[str, str] | None:

@@ -150,7 +150,7 @@ class Members:
 
     async def _prove(self) -> None:
         try:
-            await self._bus.flush(self._interval_s)
+            await self._bus.ping(self._interval_s)
         except Unavailable:
             return
         self._view.bus_proved(self._clock())

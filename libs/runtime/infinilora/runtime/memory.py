@@ -100,6 +100,9 @@ class MemoryBus:
         else:
             self._waiting.append((subject, encode(event)))
 
+    async def ping(self, timeout_s: float = 1.0) -> None:  # noqa: ARG002 - the interface's
+        self._check_connected()
+
     async def flush(self, timeout_s: float = 1.0) -> None:  # noqa: ARG002 - the interface's
         self._check_connected()
 

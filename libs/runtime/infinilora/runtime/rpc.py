@@ -300,6 +300,12 @@ class Client:
             yield
         except grpc.aio.AioRpcError as error:
             raise _leaf(error, f"{self._service.name}.{rpc} at {self._address}") from error
+        except asyncio.CancelledError as error:
+            # gRPC raises it also when the call was cancelled and the task was not: by another task of ours.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Unavailable(f"{self._service.name}.{rpc} at {self._address} was closed here") from error
 
 
 class Duplex:
