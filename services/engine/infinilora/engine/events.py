@@ -63,10 +63,14 @@ Sink = Callable[[Event], None]
 """Called from the step thread; returns at once and does not raise."""
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What else the step thread calls: after each round, after each step, and as its last act if it dies."""
 
     flush: Callable[[], None] = lambda: None
     on_step: Callable[[StepReport], None] = lambda _: None
-    on_crash: Callable[[BaseException], None] = lambda _: None
+    on_crash: Callable[[BaseException], None] = _raise

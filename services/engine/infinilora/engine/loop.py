@@ -153,13 +153,12 @@ class EngineLoop:
             while not self._stopping:
                 if not self._turn():
                     self._wake.wait(timeout=self._next_alarm())
+            self._drain_inbox()
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
-            self._drain_inbox()
             self._hooks.flush()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed over: it ends the process
             self._hooks.on_crash(error)
-            raise
 
     def _turn(self) -> bool:
         """One round: hear, expire, schedule, run, tell. False if there was nothing to run."""

@@ -1,0 +1,281 @@
+"""The step loop: what it tells, what it frees, and that trouble stays with the sequence that has it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infinilora.engine.assemble import LoadedModel, make_loop
+from infinilora.engine.events import Ended, Event, Hooks
+from infinilora.engine.loop import Patience
+from infinilora.engine.lora.interface import LeaseStatus
+from infinilora.engine.lora.none import NoLora
+from infinilora.engine.sched.scheduler import Limits
+from infinilora.engine.sequence import SamplingParams, Sequence
+from infinilora.protocol.errors import AdapterFailed, AdapterLoading, DeadlineExceeded, Overloaded
+from support.engines import Heard, TestEngine, load_tiny
+from support.oracle import ATTENTION, MLP, Oracle
+from support.plain_lora import PlainLora
+from support.tiny_models import TinyModel
+
+LIMITS = Limits(max_running=8, step_tokens=16)
+PROMPT = [5, 9, 33, 70, 12, 8]
+
+Loaded = Callable[[str], LoadedModel]
+MakeAdapter = Callable[..., Path]
+
+
+@pytest.fixture
+def lora(loaded: Loaded) -> PlainLora:
+    return PlainLora(loaded("llama").card)
+
+
+@pytest.fixture
+def engine(loaded: Loaded, lora: PlainLora) -> TestEngine:
+    return TestEngine(loaded("llama"), lora, limits=LIMITS)
+
+
+def alone(loaded: Loaded, prompt: list[int], **params: object) -> list[int]:
+    """What the base says with nobody else around."""
+    engine = TestEngine(loaded("llama"), NoLora(), limits=LIMITS)
+    heard = engine.ask(prompt, **params)
+    engine.run()
+    return heard.tokens
+
+
+def test_a_stop_id_ends_a_sequence_and_is_not_a_token(engine: TestEngine, loaded: Loaded) -> None:
+    tokens = alone(loaded, PROMPT, max_tokens=6)
+    heard = engine.ask(PROMPT, max_tokens=6, stop_token_ids=frozenset({tokens[3]}))
+    engine.run()
+    cut = tokens.index(tokens[3])
+    assert heard.tokens == tokens[:cut]
+    assert (heard.ended.reason, heard.ended.stop_token_id) == ("stop", tokens[3])
+    assert heard.ended.completion_tokens == cut
+
+
+def test_a_continuation_goes_on_exactly_greedy_and_seeded(engine: TestEngine, loaded: Loaded) -> None:
+    for params in ({"max_tokens": 8}, {"max_tokens": 8, "temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}):
+        whole = alone(loaded, PROMPT, **params)
+        heard = engine.ask(PROMPT, produced=whole[:3], **params)
+        engine.run()
+        assert heard.tokens == whole[3:]
+        assert heard.ended.completion_tokens == 8
+
+
+def test_scoring_a_prompt_produces_nothing(engine: TestEngine) -> None:
+    heard = engine.ask(PROMPT, max_tokens=0, prompt_logprobs=1)
+    engine.run()
+    assert heard.tokens == []
+    assert len(heard.prompt_scores) == len(PROMPT) - 1
+    assert heard.ended.reason == "length"
+
+
+def test_preempted_chunked_and_cached_sequences_say_the_same(loaded: Loaded, tiny: Callable[[str], TinyModel]) -> None:
+    prompts = [[(7 * i + j) % 120 + 3 for j in range(4 + 5 * i)] for i in range(5)]
+    expected = [alone(loaded, p, max_tokens=16, temperature=0.9, seed=i) for i, p in enumerate(prompts)]
+    small = load_tiny(tiny("llama").directory, kv_bytes=26 * 1024, max_model_len=64)
+    engine = TestEngine(small, NoLora(), limits=Limits(max_running=8, step_tokens=6))
+    for _ in range(2):
+        heard = [engine.ask(p, max_tokens=16, temperature=0.9, seed=i) for i, p in enumerate(prompts)]
+        engine.run()
+        assert [h.tokens for h in heard] == expected
+    assert max(h.ended.num_preemptions for h in heard) > 0
+    assert max(h.ended.cached_tokens for h in heard) > 0
+
+
+def test_prompt_scores_survive_a_preemption_in_their_middle(loaded: Loaded, tiny: Callable[[str], TinyModel]) -> None:
+    small = load_tiny(tiny("llama").directory, kv_bytes=20 * 1024, max_model_len=64)
+    engine = TestEngine(small, NoLora(), limits=Limits(max_running=8, step_tokens=2))
+    old = engine.ask(list(range(10, 30)), max_tokens=30)
+    scored = engine.ask(list(range(40, 80)), max_tokens=2, prompt_logprobs=0)
+    engine.run()
+    assert scored.ended.num_preemptions > 0
+    assert [s.token_id for s in scored.prompt_scores] == list(range(41, 80))
+    assert len(old.tokens) == 30
+
+
+def test_one_digest_never_reads_what_another_cached(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter, oracle: Callable[[str], Oracle]
+) -> None:
+    directories = [adapter("llama", 8, ATTENTION, 21), adapter("llama", 8, MLP, 22)]
+    digests = [lora.register(d) for d in directories]
+    for digest, directory in [(None, None), *zip(digests, directories, strict=True), (digests[0], directories[0])]:
+        heard = engine.ask(list(range(20, 43)), digest=digest, max_tokens=4)
+        engine.run()
+        assert oracle("llama").shortfall(list(range(20, 43)), heard.tokens, directory) < 1e-4
+    assert heard.ended.cached_tokens == 20
+
+
+def test_lost_rows_are_run_again_whole_and_the_others_finish(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter, oracle: Callable[[str], Oracle], loaded: Loaded
+) -> None:
+    directories = [adapter("llama", 8, ATTENTION, 21), adapter("llama", 8, MLP, 22)]
+    first, second = (lora.register(d) for d in directories)
+    told = [engine.ask(PROMPT, digest=d, max_tokens=6) for d in (first, second, None)]
+    engine.turn()
+    before = [len(t.tokens) for t in told]
+    lora.lose[first] = 1
+    engine.turn()
+    assert [len(t.tokens) - b for t, b in zip(told, before, strict=True)] == [0, 1, 1]
+    engine.run()
+    for heard, directory in zip(told, [*directories, None], strict=True):
+        assert len(heard.tokens) == 6
+        assert oracle("llama").shortfall(PROMPT, heard.tokens, directory) < 1e-4
+
+
+def test_rows_that_are_lost_again_and_again_fail_alone(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    lora.lose[digest] = 1000
+    told, base = engine.ask(PROMPT, digest=digest, max_tokens=6), engine.ask(PROMPT, max_tokens=6)
+    engine.run()
+    assert isinstance(told.failed.error, AdapterFailed)
+    assert told.tokens == []
+    assert len(base.tokens) == 6
+
+
+def test_a_waiting_adapter_delays_nobody_and_fails_as_loading(
+    loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    engine = TestEngine(loaded("llama"), lora, limits=LIMITS, patience=Patience(loading_s=0.0))
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    lora.status[digest] = LeaseStatus.WAITING
+    cold, base = engine.ask(PROMPT, digest=digest, max_tokens=4), engine.ask(PROMPT, max_tokens=4)
+    engine.run()
+    assert isinstance(cold.failed.error, AdapterLoading)
+    assert cold.failed.error.retry_after_s is not None
+    assert len(base.tokens) == 4
+
+
+def test_a_running_sequence_that_loses_its_adapter_pauses_then_resumes(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter, oracle: Callable[[str], Oracle]
+) -> None:
+    directory = adapter("llama", 8, ATTENTION, 21)
+    digest = lora.register(directory)
+    heard = engine.ask(PROMPT, digest=digest, max_tokens=5)
+    engine.turn()
+    lora.status[digest] = LeaseStatus.WAITING
+    for _ in range(3):
+        engine.turn()
+    assert len(heard.tokens) == 1
+    lora.status[digest] = LeaseStatus.RESIDENT
+    engine.run()
+    assert oracle("llama").shortfall(PROMPT, heard.tokens, directory) < 1e-4
+
+
+def test_a_running_sequence_whose_adapter_stays_away_fails_without_a_base_token(
+    loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    engine = TestEngine(loaded("llama"), lora, limits=LIMITS, patience=Patience(lost_s=0.0))
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    heard = engine.ask(PROMPT, digest=digest, max_tokens=5, fallback_base=True)
+    engine.turn()
+    lora.status[digest] = LeaseStatus.WAITING
+    engine.run()
+    assert len(heard.tokens) == 1
+    assert isinstance(heard.failed.error, AdapterFailed)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_broken_adapter_gives_base_output_only_to_whom_accepted_it(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter, loaded: Loaded, accepts: bool
+) -> None:
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    lora.status[digest] = LeaseStatus.FAILED
+    heard = engine.ask(PROMPT, digest=digest, max_tokens=4, fallback_base=accepts)
+    engine.run()
+    if accepts:
+        assert heard.ended.degraded
+        assert heard.tokens == alone(loaded, PROMPT, max_tokens=4)
+    else:
+        assert isinstance(heard.failed.error, AdapterFailed)
+        assert heard.tokens == []
+
+
+def test_a_sequence_that_runs_without_a_token_can_still_degrade(
+    loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    engine = TestEngine(loaded("llama"), lora, limits=Limits(8, 4), patience=Patience(lost_s=0.0))
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    heard = engine.ask(PROMPT, digest=digest, max_tokens=4, fallback_base=True)
+    engine.turn()
+    lora.status[digest] = LeaseStatus.WAITING
+    engine.run()
+    assert heard.ended.degraded
+    assert heard.tokens == alone(loaded, PROMPT, max_tokens=4)
+
+
+def test_an_abort_frees_everything_at_once_whatever_the_sequence_does(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    digest = lora.register(adapter("llama", 8, ATTENTION, 21))
+    running = engine.ask(PROMPT, digest=digest, max_tokens=50)
+    engine.turn()
+    lora.status[digest] = LeaseStatus.WAITING
+    waiting = engine.ask(PROMPT, digest=digest, max_tokens=50)
+    fresh = engine.ask(PROMPT, max_tokens=50)
+    for heard in (running, waiting, fresh, running):
+        assert heard.job is not None
+        engine.loop.abort(heard.job)
+    engine.turn()
+    engine.loop.check_idle()
+    assert [h.ended.reason for h in (running, waiting, fresh)] == ["abort"] * 3
+
+
+def test_a_deadline_ends_a_sequence_with_its_own_error(engine: TestEngine) -> None:
+    late, other = engine.ask(PROMPT, max_tokens=50, deadline_s=0.0), engine.ask(PROMPT, max_tokens=3)
+    engine.run()
+    assert isinstance(late.failed.error, DeadlineExceeded)
+    assert len(other.tokens) == 3
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: Loaded) -> None:
+    loop = make_loop(loaded("llama"), NoLora(), LIMITS, max_waiting=2)
+    for i in range(2):
+        loop.submit(Sequence(f"s{i}", list(PROMPT), 6), lambda _: None)
+    with pytest.raises(Overloaded) as refused:
+        loop.submit(Sequence("s3", list(PROMPT), 6), lambda _: None)
+    assert refused.value.retry_after_s
+
+
+def test_the_thread_sleeps_when_idle_wakes_for_work_and_stops(loaded: Loaded) -> None:
+    events: list[Event] = []
+    over, flushed = threading.Event(), threading.Event()
+    loop = make_loop(loaded("llama"), NoLora(), LIMITS, hooks=Hooks(flush=flushed.set))
+    loop.start()
+
+    def hear(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Ended):
+            over.set()
+
+    loop.submit(Sequence("s", list(PROMPT), 6, params=SamplingParams(max_tokens=4)), hear)
+    assert over.wait(20)
+    assert flushed.wait(5)
+    unfinished = Heard()
+    loop.submit(Sequence("t", list(PROMPT), 6, params=SamplingParams(max_tokens=200)), unfinished.events.append)
+    loop.stop()
+    assert not loop.is_alive
+    assert len(events) == 5
+    assert unfinished.ended.reason in ("abort", "length")
+    loop.check_idle()
+
+
+def test_a_dying_step_thread_is_heard(loaded: Loaded) -> None:
+    heard: list[BaseException] = []
+    died = threading.Event()
+
+    def on_crash(error: BaseException) -> None:
+        heard.append(error)
+        died.set()
+
+    def broken() -> None:
+        raise SystemExit("the test says so")
+
+    loop = make_loop(loaded("llama"), NoLora(), LIMITS, hooks=Hooks(on_crash=on_crash))
+    loop.start()
+    loop.call(broken)
+    assert died.wait(20)
+    assert isinstance(heard[0], SystemExit)

@@ -1,0 +1,126 @@
+"""The base card: its sites are those of the checkpoint, its fingerprint that of the weights."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from infinilora.engine.publish import publish
+from infinilora.engine.sizes import derive_sizes
+from infinilora.protocol import keys
+from infinilora.protocol.adapter import PARTS, BaseCard, Site
+from infinilora.protocol.errors import InvalidRequest
+from infinilora.runtime.blobs import DirectoryBlobs
+from support.engines import load_tiny
+from support.tiny_models import TinyModel, make_tiny_model
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_sites_name_the_modules_of_the_checkpoint(name: str, tiny: Callable[[str], TinyModel]) -> None:
+    card = load_tiny(tiny(name).directory).card
+    modules = dict[str, tuple[int, int]]()
+    for site in card.sites:
+        assert [p.name for p in site.parts] == list(PARTS[site.site])
+        for expert in range(site.num_experts or 1):
+            for part in site.parts:
+                modules[part.module.replace("{expert}", str(expert))] = (part.out_dim, site.in_dim)
+        assert site.out_dim == sum(p.out_dim for p in site.parts)
+    on_disk = {
+        key.removesuffix(".weight"): shape
+        for key, shape in _linear_shapes(tiny(name).directory).items()
+        if "layers." in key and "shared_expert_gate" not in key
+    }
+    assert modules == on_disk
+    assert {s.site for s in card.sites} >= {Site.QKV, Site.O}
+
+
+def _linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors.torch import load_file
+
+    return {k: tuple(t.shape) for k, t in load_file(directory / "model.safetensors").items() if t.dim() == 2}
+
+
+def test_the_fingerprint_follows_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    first = make_tiny_model("llama", tmp_path / "a", seed=1).directory
+    same = make_tiny_model("llama", tmp_path / "b", seed=1).directory
+    other = make_tiny_model("llama", tmp_path / "c", seed=2).directory
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**config, "eos_token_id": 9, "max_position_embeddings": 128}))
+    prints = [load_tiny(d).card.fingerprint for d in (first, same, other)]
+    assert prints[0] == prints[1]
+    assert prints[0] != prints[2]
+
+    narrow = make_tiny_model("llama", tmp_path / "d", seed=1, dtype=torch.bfloat16).directory
+    biased = json.loads((first / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (first / "config.json").write_text(json.dumps(biased))
+    assert load_tiny(narrow).card.fingerprint != prints[0]
+    assert load_tiny(first).card.fingerprint != prints[0]
+
+
+def test_publishing_puts_the_card_after_its_files(tmp_path: Path, tiny: Callable[[str], TinyModel]) -> None:
+    directory = tmp_path / "m"
+    directory.mkdir()
+    for file in tiny("llama").directory.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ x }}")
+    card = load_tiny(directory).card
+    store = DirectoryBlobs(tmp_path / "store")
+
+    publish(store, card, directory)
+
+    assert set(card.tokenizer_files) >= {"tokenizer.json", "chat_template.jinja"}
+    assert msgspec.json.decode(store.get(keys.base_card(card.fingerprint)), type=BaseCard) == card
+    assert store.get(keys.base_file(card.fingerprint, "chat_template.jinja")) == b"{{ x }}"
+
+
+def test_the_command_prints_a_card_or_says_what_is_wrong(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infinilora.engine.prepare"]
+    good = subprocess.run([*command, str(tiny("qwen2").directory), "--name", "q"], capture_output=True, check=True)
+    card = msgspec.json.decode(good.stdout, type=BaseCard)
+    assert (card.name, card.model_type, card.max_model_len) == ("q", "qwen2", 256)
+    bad = subprocess.run([*command, str(tmp_path)], capture_output=True, check=False)
+    assert bad.returncode == 1
+    assert b"no config.json" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted_len", "kv_bytes", "expected"),
+    [
+        (0, 0, (256, 16 * 64 // 4)),
+        (100, 0, (100, 16 * 25 // 4)),
+        (0, 10_000, (40, 10)),
+        (64, 20_000, (64, 20)),
+    ],
+)
+def test_sizes_follow_memory_and_length(wanted_len: int, kv_bytes: int, expected: tuple[int, int]) -> None:
+    sizes = derive_sizes(
+        max_exact_len=256,
+        wanted_len=wanted_len,
+        bytes_per_block=1000,
+        block_size=4,
+        wanted_kv_bytes=kv_bytes,
+        max_running=16,
+    )
+    assert (sizes.max_model_len, sizes.num_blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted_len", "kv_bytes", "words"),
+    [(300, 0, "exactly up to 256"), (100, 10_000, "needs 25 blocks"), (0, 900, "holds 0 blocks")],
+)
+def test_sizes_that_cannot_be_are_refused_with_their_numbers(wanted_len: int, kv_bytes: int, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        derive_sizes(
+            max_exact_len=256,
+            wanted_len=wanted_len,
+            bytes_per_block=1000,
+            block_size=4,
+            wanted_kv_bytes=kv_bytes,
+            max_running=4,
+        )
