@@ -158,3 +158,23 @@ def test_clean_up_that_hangs_is_ended_by_the_watchdog(tmp_path: Path) -> None:
     status, _, lines = program.end()
     assert status == 1
     assert "hangs" in lines[-1]["message"]
+
+
+def test_main_that_will_not_be_cancelled_is_ended_by_the_watchdog(tmp_path: Path) -> None:
+    program = Program(tmp_path, """
+        import infinilora.runtime.service as module
+        module.WATCHDOG_S = 0.2
+        async def main(service):
+            say("ready")
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    continue
+        run("test", main, drain_s=0.1)
+    """)  # fmt: skip
+    program.wait_for("ready")
+    program.process.send_signal(signal.SIGTERM)
+    status, _, lines = program.end()
+    assert status == 1
+    assert "hangs" in lines[-1]["message"]

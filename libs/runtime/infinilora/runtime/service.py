@@ -96,7 +96,7 @@ class Service:
 
     def _on_signal(self, body: asyncio.Task[None]) -> None:
         if self.state == "draining":
-            body.cancel()
+            _cut_short(body)
         self.drain()
 
     async def _limit_drain(self, body: asyncio.Task[None], drain_s: float) -> None:
@@ -104,7 +104,7 @@ class Service:
         await asyncio.wait([body], timeout=drain_s)
         if not body.done():
             logger.warning("drain cut short", extra={"drain_s": drain_s})
-            body.cancel()
+            _cut_short(body)
 
 
 def run(name: str, main: Callable[[Service], Awaitable[None]], *, drain_s: float = 10.0) -> NoReturn:
@@ -124,6 +124,11 @@ def run(name: str, main: Callable[[Service], Awaitable[None]], *, drain_s: float
 
 async def _live(name: str, main: Callable[[Service], Awaitable[None]], drain_s: float) -> None:
     await Service(name).live(main, drain_s)
+
+
+def _cut_short(body: asyncio.Task[None]) -> None:
+    body.cancel()
+    _watch_the_end()
 
 
 def _watch_the_end() -> None:
