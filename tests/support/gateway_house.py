@@ -223,7 +223,7 @@ async def _running(gateway: Gateway, bus: MemoryBus, engines: Sequence[ScriptedE
     server = _Server(uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with asyncio.TaskGroup() as group:
-            side = [group.create_task(task()) for task in gateway.background]
+            side = [group.create_task(task()) for task in gateway.background.values()]
             side.append(group.create_task(_beat(bus, engines)))
             web = group.create_task(server.serve([listener]))
             try:

@@ -1,12 +1,14 @@
 """The gateway process: `python -m infinilora.gateway`."""
 
+import asyncio
 import logging
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
+from fastapi import FastAPI
 from typing_extensions import override
 
 from infinilora.gateway.settings import Settings
@@ -24,9 +26,36 @@ from infinilora.runtime.store import RedisStore
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that none is closed under a request on its way."""
+
 
 async def serve(service: Service, settings: Settings) -> None:
     """Run until asked to stop, then let running answers finish."""
+    shutil.rmtree(scratch_directory(settings), ignore_errors=True)
+    with _listen(settings.listen) as listener:
+        address = settings.advertise or "{}:{}".format(*listener.getsockname()[:2])
+        async with _connections(settings) as ties:
+            gateway = build(settings, ties)
+            for name, task in gateway.background.items():
+                service.spawn(task(), name)
+            heart = Heart(
+                settings.nats_url, lambda: _beat(service, settings.gateway_id, address), interval_s=_beat_s(settings)
+            )
+            service.spawn(heart.run(), "heart")
+            server = _Server(_web_config(gateway.app, settings))
+            web = service.spawn(server.serve([listener]), "http")
+            service.ready()
+            logger.info("serving", extra={"url": f"http://{address}"})
+            await service.draining.wait()
+            heart.beat_now()
+            server.should_exit = True
+            await web
+
+
+@asynccontextmanager
+async def _connections(settings: Settings) -> AsyncIterator[Connections]:
+    """The ties to bus, store and engines. None of them needs to be there yet."""
     blobs = open_blobs(
         settings.store_url,
         access_key=settings.s3_access_key,
@@ -39,43 +68,29 @@ async def serve(service: Service, settings: Settings) -> None:
         ratio=settings.trace_ratio,
         delay_ms=settings.trace_delay_ms,
     )
-    shutil.rmtree(scratch_directory(settings), ignore_errors=True)
-    beat_s = settings.beat_ms / 1000
-    token = settings.rpc_token.get_secret_value()
-    with _listen(settings.listen) as listener:
-        address = settings.advertise or "{}:{}".format(*listener.getsockname()[:2])
-        async with (
-            NatsBus(settings.nats_url, name=settings.gateway_id) as bus,
-            RedisStore(settings.redis_url) as store,
-            Members(bus, kinds=("engine", "lora-server"), interval_s=beat_s) as members,
-            Channels(token=token) as channels,
-        ):
-            gateway = build(settings, Connections(bus, store, blobs, members, channels, tracing))
-            for number, task in enumerate(gateway.background):
-                service.spawn(task(), f"background {number}")
-            heart = Heart(
-                settings.nats_url,
-                lambda: _beat(service, settings.gateway_id, address),
-                interval_s=beat_s,
-            )
-            service.spawn(heart.run(), "heart")
-            server = _Server(
-                uvicorn.Config(
-                    gateway.app,
-                    log_config=None,
-                    access_log=False,
-                    lifespan="off",
-                    timeout_graceful_shutdown=int(settings.drain_s),
-                )
-            )
-            web = service.spawn(server.serve([listener]), "http")
-            service.ready()
-            logger.info("serving", extra={"url": f"http://{address}"})
-            await service.draining.wait()
-            heart.beat_now()
-            server.should_exit = True
-            await web
-    tracing.shutdown()
+    async with (
+        NatsBus(settings.nats_url, name=settings.gateway_id) as bus,
+        RedisStore(settings.redis_url) as store,
+        Members(bus, kinds=("engine", "lora-server"), interval_s=_beat_s(settings)) as members,
+        Channels(token=settings.rpc_token.get_secret_value()) as channels,
+    ):
+        yield Connections(bus, store, blobs, members, channels, tracing)
+    await asyncio.to_thread(tracing.shutdown)
+
+
+def _beat_s(settings: Settings) -> float:
+    return settings.beat_ms / 1000
+
+
+def _web_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.drain_s),
+    )
 
 
 class _Server(uvicorn.Server):

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from infinilora.runtime.store import AddMember, Effect, Raise, RemoveMember, Sto
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING = 32
+"""Adapters that may wait to be read; each holds its upload meanwhile."""
 MAX_RACES = 20
 """Times a change is tried again because somebody else has changed the same name meanwhile."""
 
@@ -84,6 +87,7 @@ class Adapters:
         self._shelf = shelf
         self._ingest = ingest
         self._ingests = asyncio.Semaphore(ingest.max_ingests)
+        self._num_ingests = 0
 
     async def create(self, wish: Wish) -> Outcome:
         """Make the wish true. The same content under the same name changes nothing."""
@@ -119,10 +123,8 @@ class Adapters:
 
     async def _pack(self, wish: Wish, base: Fingerprint) -> Packed:
         """Read, check and pack the files, and put the packed file into the store."""
-        if self._ingests.locked():
-            raise Overloaded("too many adapters are being read at once", retry_after_s=2.0)
         card = (await self._shelf.get(base)).card
-        async with self._ingests:
+        async with self._turn():
             work = Path(await asyncio.to_thread(self._make_scratch))
             try:
                 files = work / "files"
@@ -132,6 +134,18 @@ class Adapters:
                 return packed
             finally:
                 await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """A place among those whose files are read now; some may wait for one, in order."""
+        if self._num_ingests >= self._ingest.max_ingests + MAX_WAITING:
+            raise Overloaded("too many adapters wait to be read", retry_after_s=5.0)
+        self._num_ingests += 1
+        try:
+            async with self._ingests:
+                yield
+        finally:
+            self._num_ingests -= 1
 
     def _make_scratch(self) -> str:
         self._ingest.scratch.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from infinilora.gateway.http import Door, on_fault, on_http_error, read_bounded
 from infinilora.gateway.management import Management
 from infinilora.gateway.models import list_models, show_model
 from infinilora.gateway.problems import json_response
-from infinilora.gateway.sse import ClientGone
 from infinilora.runtime.metrics import CONTENT_TYPE, render
 
 
@@ -43,7 +42,7 @@ class Deps:
 def create_app(deps: Deps) -> FastAPI:
     app = FastAPI(
         title="InfiniLoRA",
-        exception_handlers={HTTPException: on_http_error, ClientGone: on_fault, Exception: on_fault},
+        exception_handlers={HTTPException: on_http_error, Exception: on_fault},
     )
 
     async def completions(request: Request, caller: Caller) -> Response:

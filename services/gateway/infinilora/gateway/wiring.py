@@ -1,6 +1,6 @@
 """Puts a gateway together from its connections. The one place that knows how the parts fit."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Gateway:
     fleet: Fleet
     registry: Registry
     admission: Admission
-    background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]
+    background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]
 
 
 def build(settings: Settings, ties: Connections) -> Gateway:
@@ -94,12 +94,12 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         metrics=metrics_registry,
         max_body_bytes=settings.max_body_mb << 20,
     )
-    background = (
-        registry.follow_events,
-        registry.follow_revisions,
-        accounting.write_heat,
-        lambda: _follow_members(ties.members, fleet),
-    )
+    background = {
+        "registry events": registry.follow_events,
+        "registry revisions": registry.follow_revisions,
+        "heat": accounting.write_heat,
+        "members": lambda: _follow_members(ties.members, fleet),
+    }
     return Gateway(create_app(deps), fleet, registry, admission, background)
 
 
