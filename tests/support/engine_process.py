@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +77,10 @@ class EngineClient:
     def __init__(self, channels: Channels, address: str) -> None:
         self._client = channels.client(SERVICE, address)
 
-    def stream(self, prompt: list[int], digest: Digest | None = None, **options: Any) -> AsyncIterator[Any]:
-        return self._client.stream("Generate", make_request(prompt, digest, **options), timeout_s=30)
+    def stream(self, prompt: list[int], digest: Digest | None = None, **options: Any) -> AsyncGenerator[Any, None]:
+        request = make_request(prompt, digest, **options)
+        stream: AsyncGenerator[Any, None] = self._client.stream("Generate", request, timeout_s=60)
+        return stream
 
     async def ask(self, prompt: list[int], digest: Digest | None = None, **options: Any) -> Answer:
         answer = Answer()
@@ -87,7 +89,7 @@ class EngineClient:
                 take(answer, event)
         return answer
 
-    async def ask_all(self, asked: list[tuple[list[int], Digest | None]], **options: Any) -> list[Answer]:
+    async def ask_all(self, asked: Sequence[tuple[list[int], Digest | None]], **options: Any) -> list[Answer]:
         """At once, so that they share steps."""
         return list(await asyncio.gather(*(self.ask(p, d, **options) for p, d in asked)))
 

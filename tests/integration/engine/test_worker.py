@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 @pytest.fixture
 def make_world(
     tmp_path: Path, models: Callable[[str], TinyModel], nats_server: NatsServer, redis_server: ValkeyServer
-) -> "AsyncIterator[MakeWorld]":
+) -> Iterator[MakeWorld]:
     worlds: list[World] = []
 
     def make(name: str = "llama", *, nats: NatsServer | None = None, **settings: object) -> World:

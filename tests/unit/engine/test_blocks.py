@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinilora.engine.sched.blocks import BlockPool, chain_next, chain_root
-from infinilora.protocol.ids import digest_of
+from infinilora.protocol.ids import Digest, digest_of
 
 ALPHA, BETA = digest_of(b"alpha"), digest_of(b"beta")
 
 
-def chain(digest, tokens, size=4):  # type: ignore[no-untyped-def]
+def chain(digest: Digest | None, tokens: list[int], size: int = 4) -> list[bytes]:
     keys, parent = [], chain_root(digest)
     for at in range(0, len(tokens) - size + 1, size):
         parent = chain_next(parent, tokens[at : at + size])
@@ -98,7 +98,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.content: dict[int, bytes] = {}
 
     @rule(digest=st.sampled_from([None, ALPHA, BETA]), tokens=st.lists(st.integers(0, 1), min_size=2, max_size=8))
-    def start(self, digest, tokens) -> None:  # type: ignore[no-untyped-def]
+    def start(self, digest: Digest | None, tokens: list[int]) -> None:
         keys = chain(digest, tokens, 2)
         found = self.pool.find(keys)
         for block, key in zip(found, keys, strict=False):
@@ -115,7 +115,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def finish(self, data) -> None:  # type: ignore[no-untyped-def]
+    def finish(self, data: st.DataObject) -> None:
         blocks, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.pool.release(blocks)
 

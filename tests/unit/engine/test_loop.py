@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def engine(loaded: Loaded, lora: PlainLora) -> TestEngine:
     return TestEngine(loaded("llama"), lora, limits=LIMITS)
 
 
-def alone(loaded: Loaded, prompt: list[int], **params: object) -> list[int]:
+def alone(loaded: Loaded, prompt: list[int], **params: Any) -> list[int]:
     """What the base says with nobody else around."""
     engine = TestEngine(loaded("llama"), NoLora(), limits=LIMITS)
     heard = engine.ask(prompt, **params)
@@ -55,7 +56,9 @@ def test_a_stop_id_ends_a_sequence_and_is_not_a_token(engine: TestEngine, loaded
 
 
 def test_a_continuation_goes_on_exactly_greedy_and_seeded(engine: TestEngine, loaded: Loaded) -> None:
-    for params in ({"max_tokens": 8}, {"max_tokens": 8, "temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}):
+    seeded: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "repetition_penalty": 1.2}
+    greedy: dict[str, Any] = {"max_tokens": 8}
+    for params in (greedy, seeded):
         whole = alone(loaded, PROMPT, **params)
         heard = engine.ask(PROMPT, produced=whole[:3], **params)
         engine.run()
@@ -76,6 +79,7 @@ def test_preempted_chunked_and_cached_sequences_say_the_same(loaded: Loaded, tin
     expected = [alone(loaded, p, max_tokens=16, temperature=0.9, seed=i) for i, p in enumerate(prompts)]
     small = load_tiny(tiny("llama").directory, kv_bytes=26 * 1024, max_model_len=64)
     engine = TestEngine(small, NoLora(), limits=Limits(max_running=8, step_tokens=6))
+    heard: list[Heard] = []
     for _ in range(2):
         heard = [engine.ask(p, max_tokens=16, temperature=0.9, seed=i) for i, p in enumerate(prompts)]
         engine.run()
@@ -100,11 +104,13 @@ def test_one_digest_never_reads_what_another_cached(
 ) -> None:
     directories = [adapter("llama", 8, ATTENTION, 21), adapter("llama", 8, MLP, 22)]
     digests = [lora.register(d) for d in directories]
+    cached = 0
     for digest, directory in [(None, None), *zip(digests, directories, strict=True), (digests[0], directories[0])]:
         heard = engine.ask(list(range(20, 43)), digest=digest, max_tokens=4)
         engine.run()
         assert oracle("llama").shortfall(list(range(20, 43)), heard.tokens, directory) < 1e-4
-    assert heard.ended.cached_tokens == 20
+        cached = heard.ended.cached_tokens
+    assert cached == 20
 
 
 def test_lost_rows_are_run_again_whole_and_the_others_finish(

@@ -36,7 +36,8 @@ def by_definition(scores: Tensor, params: SamplingParams, u: float) -> int:
     kept = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))[: params.top_k or None]
     top = max(scaled)
     weights = {i: math.exp(scaled[i] - top) for i in kept}
-    total, mass, left = sum(weights.values()), 0.0, []
+    left: list[int] = []
+    total, mass = sum(weights.values()), 0.0
     for i in kept:
         if left and mass >= params.top_p * total:
             break

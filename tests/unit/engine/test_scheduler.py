@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from typing_extensions import override
 
 from infinilora.engine.sched.blocks import BlockPool
 from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Scheduler
@@ -312,6 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = Counter(s.digest for s in running + self.bench.scheduler.waiting if s.holds_lease)
         assert +self.bench.leases.holders == held
 
+    @override
     def teardown(self) -> None:
         self.bench.leases.states.clear()
         self.bench.finish()

@@ -20,7 +20,7 @@ def test_zeros_of_the_wire_mean_off() -> None:
 
 
 def test_the_models_ends_of_text_stop_unless_ignored() -> None:
-    stops = {"stop_token_ids": [9]}
+    stops: dict[str, Any] = {"stop_token_ids": [9]}
     assert read_request(make_request([1], ignore_eos=False, **stops), FACTS).params.stop_token_ids == {2, 9}
     assert read_request(make_request([1], ignore_eos=True, **stops), FACTS).params.stop_token_ids == {9}
 
