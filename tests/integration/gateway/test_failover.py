@@ -62,6 +62,18 @@ async def test_a_stream_goes_on_elsewhere_exactly_where_it_was_lost(tmp_path: Pa
         assert all(request.num_prompt_tokens == 2 for engine in house.engines for request in engine.requests)
 
 
+async def test_what_may_be_base_output_is_not_continued_as_an_adapters(tmp_path: Path) -> None:
+    async with open_house(tmp_path, engines=2) as house:
+        await house.seed("a1")
+        loss = Loss(3, Unavailable("killed"))
+        for engine in house.engines:
+            engine.loss, engine.degrades = loss, True
+        body = {"model": "a1", "prompt": "x", "max_tokens": 9, "lora_fallback": "base"}
+        *_, last = await house.stream("/v1/completions", body)
+        assert last["error"]["code"] == "unavailable"
+        assert sum(len(engine.requests) for engine in house.engines) == 1
+
+
 async def test_a_stream_without_another_engine_ends_with_an_error_event(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
         house.engine.loss = Loss(3, Unavailable("killed"))

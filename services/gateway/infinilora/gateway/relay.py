@@ -150,7 +150,8 @@ class _Progress:
             raise error
         if self.produced:
             self._continuations += 1
-            if self._continuations > MAX_CONTINUATIONS:
+            # What may be base output in an adapter's place must not go on as the adapter's.
+            if self._continuations > MAX_CONTINUATIONS or self.job.fallback_base:
                 raise error
         self.failed.add(engine.key)
         self.error = error
