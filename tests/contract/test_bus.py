@@ -11,7 +11,7 @@ import pytest
 
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Command, CommandReply, Stage, UsageEvent
-from infinilora.protocol.errors import AdapterNotFound, InvalidRequest, StaleEpoch, Unavailable
+from infinilora.protocol.errors import AdapterNotFound, Internal, InvalidRequest, StaleEpoch, Unavailable
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime import telemetry
 from infinilora.runtime.bus import Bus, NatsBus
@@ -154,6 +154,17 @@ async def test_a_request_that_does_not_parse_is_refused(cluster: Cluster, subjec
 
     await bus.serve(subject, Command, never)
     with pytest.raises(InvalidRequest, match="does not parse"):
+        await bus.request(subject, Note("x"), CommandReply, timeout_s=2)
+
+
+async def test_a_reply_of_another_shape_is_named(cluster: Cluster, subject: str) -> None:
+    bus = await cluster.bus()
+
+    async def echo(note: Note) -> Note:
+        return note
+
+    await bus.serve(subject, Note, echo)
+    with pytest.raises(Internal, match="not a CommandReply"):
         await bus.request(subject, Note("x"), CommandReply, timeout_s=2)
 
 

@@ -11,7 +11,8 @@ import pytest
 from infinilora.protocol import subjects
 from infinilora.protocol.control import UsageEvent
 from infinilora.protocol.errors import Unavailable
-from infinilora.runtime.bus import DURABLE_LIMIT, NatsBus
+from infinilora.runtime.bus import NatsBus
+from infinilora.runtime.outbox import DURABLE_LIMIT
 from support.procs import NatsServer
 from support.waiting import eventually
 

@@ -8,21 +8,19 @@ here knows what a message means. `memory.MemoryBus` is the twin for tests; both 
 import asyncio
 import logging
 import random
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
-from uuid import uuid4
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import nats.aio.client
 import nats.errors
-import nats.js.errors
 from nats.aio.msg import Msg
 
-from infinilora.protocol import subjects
-from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable, WireError, from_wire
+from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, Unavailable, WireError, from_wire
 from infinilora.runtime import telemetry
+from infinilora.runtime.outbox import Outbox
+from infinilora.runtime.subscription import Subscription
 from infinilora.runtime.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -31,69 +29,11 @@ T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
 Handler = Callable[[T], Awaitable[msgspec.Struct]]
 
-INBOX_LIMIT = 10_000
-"""Events that a slow reader may leave unread; past it the oldest go, counted."""
-DURABLE_LIMIT = 10_000
-"""Durable messages kept while the broker is away."""
 CONNECT_S = 1.0
 RETRY_S = 0.25
 PING_S = 1
 CLOSE_S = 2.0
 ERROR_HEADER = "Infinilora-Error"
-STREAMS = {subjects.USAGE_STREAM: (subjects.USAGE,)}
-STREAM_AGE_S = 30 * 86_400
-STREAM_MESSAGES = 10_000_000
-"""Whoever bills reads the stream within a month; a disk that nobody reads from does not fill."""
-
-
-class Subscription(Generic[T]):
-    """Events of one subject (or pattern) as they come; ends when it, or its bus, is closed."""
-
-    def __init__(self, subject: str, kind: type[T], on_close: Callable[["Subscription[T]"], None]) -> None:
-        self.subject = subject
-        self.dropped = 0
-        self._decoder = msgspec.json.Decoder(kind)
-        self._events: deque[T] = deque()
-        self._arrived = asyncio.Event()
-        self._is_closed = False
-        self._on_close = on_close
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        while not self._events:
-            if self._is_closed:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._events.popleft()
-
-    def pop_all(self) -> list[T]:
-        """What has come and was not read yet, without waiting."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._arrived.set()
-            self._on_close(self)
-
-    def push(self, payload: bytes) -> None:
-        """For the bus: an event has come. One that does not parse, or has no room, is dropped and counted."""
-        try:
-            event = self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            self.dropped += 1
-            logger.warning("event does not parse", extra={"subject": self.subject, "error": str(error)})
-            return
-        if len(self._events) >= INBOX_LIMIT:
-            self._events.popleft()
-            self.dropped += 1
-        self._events.append(event)
-        self._arrived.set()
 
 
 class Bus(Protocol):
@@ -140,13 +80,6 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message)
 
 
-class _Durable(msgspec.Struct, frozen=True):
-    subject: str
-    payload: bytes
-    message_id: str
-    """Lets the broker recognise a message that is sent again because its acknowledgement was lost."""
-
-
 class NatsBus:
     """The bus over a NATS server. Owns its connection and the tasks of its handlers.
 
@@ -163,16 +96,13 @@ class NatsBus:
         self._routes: dict[object, _Route] = {}
         self._making: set[asyncio.Task[None]] = set()
         self._watchers: list[Callable[[bool], None]] = []
-        self._durable: deque[_Durable] = deque()
-        self._durable_waits = asyncio.Event()
-        self._durable_done = asyncio.Event()
-        self._durable_done.set()
+        self._outbox = Outbox()
         self.dropped_events = 0
 
     async def __aenter__(self) -> "NatsBus":
         await self._tasks.open()
         self._tasks.spawn(self._keep_connected())
-        self._tasks.spawn(self._send_durable())
+        self._tasks.spawn(self._outbox.send(self._wait_client))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -181,7 +111,7 @@ class NatsBus:
                 await self.flush(CLOSE_S)
             except Unavailable as error:
                 logger.warning(
-                    "closing with messages unsent", extra={"durable": len(self._durable), "error": str(error)}
+                    "closing with messages unsent", extra={"durable": len(self._outbox), "error": str(error)}
                 )
         routes, self._routes = self._routes, {}
         for key in routes:
@@ -238,7 +168,7 @@ class NatsBus:
             raise Unavailable(f"no answer on {subject} within {timeout_s} s", retry_after_s=1.0) from error
         if reply.headers and ERROR_HEADER in reply.headers:
             raise from_wire(msgspec.json.decode(reply.data, type=WireError))
-        return msgspec.json.decode(reply.data, type=kind)
+        return decode_reply(reply.data, kind)
 
     async def serve(self, subject: str, kind: type[T], handler: Handler[T]) -> None:
         decoder = msgspec.json.Decoder(kind)
@@ -251,11 +181,7 @@ class NatsBus:
             await task
 
     async def durable_publish(self, subject: str, event: msgspec.Struct) -> None:
-        if len(self._durable) >= DURABLE_LIMIT:
-            raise Unavailable(f"{DURABLE_LIMIT} durable messages wait for the broker already", retry_after_s=5.0)
-        self._durable.append(_Durable(subject, encode(event), uuid4().hex))
-        self._durable_done.clear()
-        self._durable_waits.set()
+        self._outbox.put(subject, encode(event))
 
     async def ping(self, timeout_s: float = 1.0) -> None:
         client = self._client
@@ -270,9 +196,14 @@ class NatsBus:
         await self.ping(timeout_s)
         with _in_time(timeout_s):
             async with asyncio.timeout(timeout_s):
-                await self._durable_done.wait()
+                await self._outbox.wait_empty()
 
     # The connection
+
+    async def _wait_client(self) -> nats.aio.client.Client:
+        while self._client is None:
+            await self._connected.wait()
+        return self._client
 
     async def _keep_connected(self) -> None:
         last_error = ""
@@ -355,7 +286,7 @@ class NatsBus:
         if route is not None and self._client is not None:
             self._tasks.spawn(route.unmake())
 
-    # Handlers and durable messages
+    # Handlers
 
     async def _answer(self, message: Msg, decoder: msgspec.json.Decoder[T], handler: Handler[T]) -> None:
         headers = message.headers or {}
@@ -367,40 +298,6 @@ class NatsBus:
                 await client.publish(message.reply, reply, headers=reply_headers)
             except (nats.errors.Error, OSError):
                 logger.info("reply lost", extra={"subject": message.subject})
-
-    async def _send_durable(self) -> None:
-        last_error = ""
-        while True:
-            await self._durable_waits.wait()
-            await self._connected.wait()
-            try:
-                await self._send_first_durable()
-                last_error = ""
-            except (nats.errors.Error, OSError, TimeoutError) as error:
-                if repr(error) != last_error:
-                    last_error = repr(error)
-                    logger.warning("durable message not taken", extra={"error": last_error})
-                await asyncio.sleep(RETRY_S)
-            if not self._durable:
-                self._durable_waits.clear()
-                self._durable_done.set()
-
-    async def _send_first_durable(self) -> None:
-        client = self._client
-        if client is None:
-            return
-        stream = client.jetstream(timeout=CONNECT_S)
-        first = self._durable[0]
-        headers = {"Nats-Msg-Id": first.message_id}
-        try:
-            await stream.publish(first.subject, first.payload, headers=headers)
-        except nats.js.errors.NoStreamResponseError:
-            for name, covered in STREAMS.items():
-                await stream.add_stream(
-                    name=name, subjects=list(covered), max_age=STREAM_AGE_S, max_msgs=STREAM_MESSAGES
-                )
-            return
-        self._durable.popleft()
 
 
 class _Route:
@@ -438,6 +335,13 @@ async def answer(
         return encode(InvalidRequest(f"message does not parse: {error}").to_wire()), {ERROR_HEADER: "1"}
     except InfiniLoraError as error:
         return encode(error.to_wire()), {ERROR_HEADER: "1"}
+
+
+def decode_reply(payload: bytes, kind: type[R]) -> R:
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Internal(f"the peer's reply is not a {kind.__name__}: {error}") from error
 
 
 @contextmanager

@@ -20,8 +20,9 @@ import msgspec
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, ProcessKind
 from infinilora.protocol.errors import Unavailable
-from infinilora.runtime.bus import Bus, NatsBus, Subscription
+from infinilora.runtime.bus import Bus, NatsBus
 from infinilora.runtime.membership import Change, Member, Membership, of_kind
+from infinilora.runtime.subscription import Subscription
 from infinilora.runtime.tasks import Tasks
 
 CHANGES_LIMIT = 1000

@@ -14,7 +14,7 @@ import msgspec
 from infinilora.protocol import keys
 from infinilora.protocol.errors import Unavailable, WireError, from_wire
 from infinilora.protocol.ids import Digest
-from infinilora.runtime.bus import Handler, Subscription, answer, encode
+from infinilora.runtime.bus import Handler, answer, decode_reply, encode
 from infinilora.runtime.store import (
     COLD,
     AddMember,
@@ -28,6 +28,7 @@ from infinilora.runtime.store import (
     hottest,
     parse_lease,
 )
+from infinilora.runtime.subscription import Subscription
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -89,7 +90,7 @@ class MemoryBus:
             raise Unavailable(f"no answer on {subject} within {timeout_s} s", retry_after_s=1.0) from error
         if headers:
             raise from_wire(msgspec.json.decode(reply, type=WireError))
-        return msgspec.json.decode(reply, type=kind)
+        return decode_reply(reply, kind)
 
     async def serve(self, subject: str, kind: type[T], handler: Handler[T]) -> None:
         self._handlers[subject] = (msgspec.json.Decoder(kind), handler)
