@@ -189,6 +189,12 @@ def test_a_header_that_lies_is_refused(adapter: Path, header: bytes, names: list
         assert name in message
 
 
+def test_bytes_that_belong_to_no_tensor_are_refused(adapter: Path) -> None:
+    data = (adapter / TENSORS_FILE).read_bytes()
+    (adapter / TENSORS_FILE).write_bytes(data + b"more")
+    assert "the end of the last tensor" in refusal(adapter)
+
+
 def test_a_header_longer_than_the_file_is_refused(adapter: Path) -> None:
     (adapter / TENSORS_FILE).write_bytes((1 << 40).to_bytes(8, "little") + bytes(64))
     assert f"{1 << 40} in a file of 72 bytes" in refusal(adapter)

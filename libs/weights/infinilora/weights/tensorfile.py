@@ -114,12 +114,12 @@ def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -
             raise invalid(file, f"tensor {name} shape", found=list(info.shape), wanted="no negative size")
         begin, end = info.data_offsets
         num_bytes = math.prod(info.shape) * dtype.itemsize
-        if begin < end_of_last or end - begin != num_bytes:
+        if begin != end_of_last or end - begin != num_bytes:
             raise invalid(
                 file,
                 f"tensor {name} bytes",
                 found=f"[{begin}, {end})",
-                wanted=f"{num_bytes} bytes from {end_of_last} on",
+                wanted=f"{num_bytes} bytes from {end_of_last} on (no holes, no overlaps)",
             )
         if end > data_bytes:
             raise invalid(
@@ -129,3 +129,5 @@ def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -
                 wanted=f"data up to byte {end} (truncated file)",
             )
         end_of_last = end
+    if end_of_last != data_bytes:
+        raise invalid(file, "data", found=f"{data_bytes} bytes", wanted=f"{end_of_last}, the end of the last tensor")
