@@ -190,7 +190,6 @@ class S3Blobs:
         at = urlsplit(endpoint)
         self._where = f"s3://{bucket} at {endpoint}"
         self._bucket = bucket
-        self._has_bucket = False
         timeout = urllib3.Timeout(connect=CONNECT_S, read=READ_S)
         retries = urllib3.Retry(total=2, connect=1, backoff_factor=0.1, status_forcelist=[500, 502, 503, 504])
         self._client = Minio(
@@ -253,26 +252,31 @@ class S3Blobs:
                 response.release_conn()
 
     def _write(self, name: str, source: IO[bytes], num_bytes: int, *, if_absent: bool) -> bool:
-        self._make_bucket()
-        # Not every S3 honours If-None-Match on every kind of upload, so we look first as well. The names put
-        # this way are content addresses: should two writers pass at once, they write the same bytes.
+        # Not every S3 honours If-None-Match on every kind of upload, so we look first. The names put this way
+        # are content addresses: should two writers pass at once, they write the same bytes.
         if if_absent and self.stat(name) is not None:
             return False
         with self._errors(name):
-            self._client.put_object(self._bucket, check_object_name(name), source, num_bytes, part_size=PART_BYTES)
+            try:
+                self._upload(name, source, num_bytes)
+            except S3Error as error:
+                # Made only when it is missed: keys of least right may write to a bucket and not look at it.
+                if error.code != "NoSuchBucket":
+                    raise
+                self._make_bucket()
+                source.seek(0)
+                self._upload(name, source, num_bytes)
         return True
 
+    def _upload(self, name: str, source: IO[bytes], num_bytes: int) -> None:
+        self._client.put_object(self._bucket, check_object_name(name), source, num_bytes, part_size=PART_BYTES)
+
     def _make_bucket(self) -> None:
-        if self._has_bucket:
-            return
-        with self._errors(self._bucket):
-            if not self._client.bucket_exists(self._bucket):
-                try:
-                    self._client.make_bucket(self._bucket)
-                except S3Error as error:
-                    if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
-                        raise
-        self._has_bucket = True
+        try:
+            self._client.make_bucket(self._bucket)
+        except S3Error as error:
+            if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                raise
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:
