@@ -11,7 +11,7 @@ from infinilora.link.frame import (
     Header,
     Kind,
     chunk_rows,
-    rows_per_chunk,
+    rows_that_fit,
     unpack_header,
 )
 from infinilora.protocol.errors import InvalidRequest
@@ -37,7 +37,7 @@ def test_chunks_cover_every_row_once_and_fit_both_buffers(rows: int, out: int, b
 
 def test_a_row_that_fits_no_buffer_is_refused_with_the_size_it_needs() -> None:
     with pytest.raises(InvalidRequest, match="at least 600000"):
-        rows_per_chunk(1, 1000, 600_000, 4096)
+        rows_that_fit(1000, 600_000, 4096)
 
 
 def _site(**changes: Any) -> Header:

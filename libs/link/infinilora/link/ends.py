@@ -21,18 +21,20 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import (
     DTYPE_CODES,
+    DTYPES,
     HEADER_BYTES,
     NO_TRACE,
     Flag,
     Header,
     Kind,
     PlanSegment,
-    rows_per_chunk,
+    rows_that_fit,
 )
 from infinilora.link.layout import Arena, State
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, WireError
 
 PLAN_TIMEOUT_S = 1.0
+_SITE, _PLAN = int(Kind.SITE), int(Kind.PLAN)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,19 +50,15 @@ class Ticket:
     topk_weights: Tensor | None
     rows: int
     chunk_rows: int
+    chunks: int
     first: int = 0
     sent: int = 0
     received: int = 0
     settled: Tensor | None = None
     """The delta, where it had to be taken before anybody waited for it."""
     done: bool = False
-    native: int = 0
-    """Address of the native port's own record of this call, and what keeps that alive."""
-    keep: object = None
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
+    native: object = None
+    """The native port's own record of this call."""
 
     def chunk(self, index: int) -> tuple[int, int]:
         """(row_start, rows) of a chunk, counted from the ticket's first row."""
@@ -122,6 +120,7 @@ class EngineEnd:
     def __init__(self, port: EnginePort) -> None:
         self._port = port
         self._outstanding: list[Ticket] = []
+        self._fits: dict[tuple[torch.dtype, int, int, int], int] = {}
         self._trace = NO_TRACE
 
     def send_plan(self, step_id: int, segments: Sequence[PlanSegment], *, trace: bytes = NO_TRACE) -> None:
@@ -153,25 +152,35 @@ class EngineEnd:
         `row_start` is the step's row of x[0]. What finds no room or credit now is sent by `wait`, so x must
         not change until then.
         """
-        rows, flat = x.shape[0], _rows(x)
-        if x.dtype not in DTYPE_CODES:
-            raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; x is {x.dtype}")
+        flat = _rows(x)
+        rows, in_cols = flat.shape
         topk, flags = 0, 0
         if topk_ids is not None:
             topk, flags, topk_ids = topk_ids.shape[1], Flag.HAS_IDS, _rows(topk_ids.to(torch.int32))
         if topk_weights is not None:
             topk, flags = topk_weights.shape[1], flags | Flag.HAS_WEIGHTS
             topk_weights = _rows(topk_weights.to(torch.float32))
-        header = Header(
-            Kind.SITE, flags, step_id, 0, layer, site, row_start, rows, flat.shape[1], out_cols,
-            *in_slice, *out_slice, topk, DTYPE_CODES[x.dtype], 0, self._trace,
+        chunk_rows = self._chunk_rows(x.dtype, in_cols, out_cols, topk)
+        header = Header._make(
+            (_SITE, flags, step_id, 0, layer, site, row_start, rows, in_cols, out_cols,
+             *in_slice, *out_slice, topk, DTYPE_CODES[x.dtype], 0, self._trace)
         )  # fmt: skip
-        width = x.dtype.itemsize
-        per_chunk = rows_per_chunk(rows, flat.shape[1] * width + 8 * topk, out_cols * width, self._port.buffer_bytes)
-        ticket = Ticket(header, flat, topk_ids, topk_weights, rows, per_chunk)
+        ticket = Ticket(header, flat, topk_ids, topk_weights, rows, chunk_rows, -(-rows // chunk_rows))
         self._outstanding.append(ticket)
         self._port.submit(ticket)
         return ticket
+
+    def _chunk_rows(self, dtype: torch.dtype, in_cols: int, out_cols: int, topk: int) -> int:
+        """The same few shapes come back in every step: worked out once."""
+        shape = (dtype, in_cols, out_cols, topk)
+        known = self._fits.get(shape)
+        if known is None:
+            if dtype not in DTYPE_CODES:
+                raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; x is {dtype}")
+            width = dtype.itemsize
+            known = rows_that_fit(in_cols * width + 8 * topk, out_cols * width, self._port.buffer_bytes)
+            self._fits[shape] = known
+        return known
 
     def wait(self, ticket: Ticket, out: Tensor, *, deadline_s: float, add: bool) -> None:
         """Do out [T, ...] = delta, or += delta, chunk by chunk as it comes; at most `deadline_s` from now.
@@ -181,13 +190,14 @@ class EngineEnd:
         if ticket.done:
             raise LinkClosed("this site call was abandoned or has been waited for")
         target = _rows_in_place(out, ticket.rows, ticket.header.out_cols)
-        deadline = time.monotonic() + deadline_s
-        if ticket.settled is None and (self._port.takes_in_order or ticket.sent < ticket.chunks):
-            self._settle_before(ticket, deadline)
-        if ticket.settled is not None:
-            target.add_(ticket.settled) if add else target.copy_(ticket.settled)
+        if ticket.settled is None and (ticket.sent < ticket.chunks or self._port.takes_in_order):
+            started = time.monotonic()
+            self._settle_before(ticket, started + deadline_s)
+            deadline_s = max(deadline_s - (time.monotonic() - started), 0.0)
+        if ticket.settled is None:
+            self._collect(ticket, target, deadline_s, add=add)
         else:
-            self._collect(ticket, target, deadline, add=add)
+            target.add_(ticket.settled) if add else target.copy_(ticket.settled)
         ticket.done = True
         self._outstanding.remove(ticket)
 
@@ -196,13 +206,12 @@ class EngineEnd:
         for earlier in self._outstanding[: self._outstanding.index(ticket)]:
             if earlier.settled is None:
                 held = torch.empty(earlier.rows, earlier.header.out_cols, dtype=earlier.x.dtype)
-                self._collect(earlier, held, deadline, add=False)
+                self._collect(earlier, held, max(deadline - time.monotonic(), 0.0), add=False)
                 earlier.settled = held
 
-    def _collect(self, ticket: Ticket, target: Tensor, deadline: float, *, add: bool) -> None:
-        left = max(deadline - time.monotonic(), 0.0)
+    def _collect(self, ticket: Ticket, target: Tensor, timeout_s: float, *, add: bool) -> None:
         try:
-            self._port.collect(ticket, target, add=add, timeout_s=left)
+            self._port.collect(ticket, target, add=add, timeout_s=timeout_s)
         except LinkRefused:
             self.abandon()
             raise
@@ -243,7 +252,7 @@ class EngineEnd:
         return self._port.stale
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A frame from an engine. PLAN: `segments` int32 [n, 4], a copy. SITE: views, valid until reply or refuse."""
 
@@ -262,7 +271,7 @@ class ServerPort(Protocol):
     replies: Arena
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
-        """The next frame's header and the offset of its payload in `requests`; LinkClosed at the end."""
+        """The next frame's header, checked, and the offset of its payload in `requests`; LinkClosed at the end."""
         ...
 
     def reply_offset(self, header: Header) -> int:
@@ -305,23 +314,22 @@ class ServerEnd:
         if frame is None:
             return None
         header, offset = frame
-        try:
-            header.check(self._port.buffer_bytes)
-        except InvalidRequest as error:
-            self._port.mark(State.SHUT)
-            raise LinkClosed(f"closed the link to a peer that broke its protocol: {error.message}") from error
         tensor = self._port.requests.tensor
-        if header.kind == Kind.PLAN:
+        if header.kind == _PLAN:
             segments = tensor(torch.int32, offset, header.rows, 4).clone()
             self._port.skip()
             return Call(header, segments)
         self._is_owing = True
-        rows, topk, ids_at = header.rows, header.topk, offset + header.ids_offset
-        has_ids = bool(header.flags & Flag.HAS_IDS)
-        weights_at = ids_at + has_ids * rows * topk * 4
+        rows, topk = header.rows, header.topk
+        x = tensor(DTYPES[header.dtype], offset, rows, header.in_cols)
+        if not topk:
+            return Call(header, None, x)
+        has_ids = header.flags & Flag.HAS_IDS
+        ids_at = offset + header.ids_offset
+        weights_at = ids_at + rows * topk * 4 if has_ids else ids_at
         return Call(
             header,
-            x=tensor(header.torch_dtype, offset, rows, header.in_cols),
+            x=x,
             topk_ids=tensor(torch.int32, ids_at, rows, topk) if has_ids else None,
             topk_weights=tensor(torch.float32, weights_at, rows, topk) if header.flags & Flag.HAS_WEIGHTS else None,
         )
@@ -366,6 +374,16 @@ def refusal(body: bytes | bytearray | memoryview) -> LinkRefused:
     return LinkRefused(msgspec.json.decode(body, type=WireError))
 
 
+def checked(header: Header, port: ServerPort) -> Header:
+    """The header of a frame from an engine, once its fields agree; LinkClosed, and the link shut, where not."""
+    try:
+        header.check(port.buffer_bytes)
+    except InvalidRequest as error:
+        port.mark(State.SHUT)
+        raise LinkClosed(f"closed the link to a peer that broke its protocol: {error.message}") from error
+    return header
+
+
 def payload_at(frame_offset: int) -> int:
     return frame_offset + HEADER_BYTES
 
@@ -381,6 +399,6 @@ def _rows_in_place(out: Tensor, rows: int, cols: int) -> Tensor:
     flat = out if out.dim() == 2 else out.flatten(1)
     if flat.shape != (rows, cols):
         raise InvalidRequest(f"the delta is [{rows}, {cols}]; out is {list(out.shape)}")
-    if flat.data_ptr() != out.data_ptr() or (flat.stride(1) != 1 and cols > 1):
+    if (flat.stride(1) != 1 and cols > 1) or (flat is not out and flat.data_ptr() != out.data_ptr()):
         raise InvalidRequest(f"out must have adjacent columns; its strides are {out.stride()}")
     return flat

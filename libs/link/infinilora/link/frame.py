@@ -23,7 +23,10 @@ HEADER_BYTES = 128
 ALIGN = 64
 NO_TRACE = bytes(24)
 
-_HEADER = struct.Struct("<8xIIQQIIIIIIIIIIIIQ8x24s8x")
+HEADER_FORMAT = "<8xIIQQIIIIIIIIIIIIQ8x24s8x"
+"""The fields of `Header` in order; the first 8 bytes are the port's own."""
+
+_HEADER = struct.Struct(HEADER_FORMAT)
 _SEGMENT_BYTES = 16
 
 
@@ -36,8 +39,8 @@ class Kind(enum.IntEnum):
     ERROR = 4
 
 
-class Flag(enum.IntFlag):
-    """LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload."""
+class Flag:
+    """Bits of a header. LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload."""
 
     LAST = 1
     HAS_IDS = 2
@@ -105,7 +108,10 @@ class Header(NamedTuple):
         return self.rows * self.out_cols * self.torch_dtype.itemsize
 
     def check(self, buffer_bytes: int) -> None:
-        """Raise unless the fields of a frame from a peer agree with one another and with the buffer."""
+        """Raise unless the fields of a frame from a peer agree with one another and with the buffer.
+
+        The native library checks the same (`fits` in native/ring.cpp) where it receives.
+        """
         if self.dtype >= len(DTYPES):
             raise InvalidRequest(f"link frame has dtype {self.dtype}; known are 0 to {len(DTYPES) - 1}")
         wanted = self._wanted_bytes()
@@ -134,18 +140,18 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def rows_per_chunk(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> int:
-    """How many rows one request buffer and one reply buffer can both hold; at least 1, or InvalidRequest."""
+def rows_that_fit(request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> int:
+    """How many rows one request buffer and one reply buffer can both hold; InvalidRequest where not even one."""
     fit = min((buffer_bytes - ALIGN) // max(request_row_bytes, 1), buffer_bytes // max(reply_row_bytes, 1))
     if fit < 1:
         raise InvalidRequest(
             f"one row is {request_row_bytes} bytes out and {reply_row_bytes} back; a link buffer holds {buffer_bytes}: "
             f"set the link's buffer size to at least {max(request_row_bytes + ALIGN, reply_row_bytes)}"
         )
-    return min(fit, max(rows, 1))
+    return fit
 
 
 def chunk_rows(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
     """Cut a site call into `(row_start, rows)`: one request chunk, one reply buffer."""
-    step = rows_per_chunk(rows, request_row_bytes, reply_row_bytes, buffer_bytes)
+    step = rows_that_fit(request_row_bytes, reply_row_bytes, buffer_bytes)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]

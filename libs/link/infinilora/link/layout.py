@@ -28,6 +28,7 @@ SECRET_BYTES = 32
 RINGS_AT = 4096
 
 _FILE_HEADER = struct.Struct("<QIIQQ32s")
+_KEPT_VIEWS = 4096
 
 
 class At(enum.IntEnum):
@@ -48,17 +49,28 @@ class State(enum.IntEnum):
 
 
 class Arena:
-    """A writable buffer seen as tensors. Views share its memory and keep it alive."""
+    """A writable buffer seen as tensors. Views share its memory and keep it alive.
+
+    The same few shapes come back at the same few places in every step, so views are kept: one thread's.
+    """
 
     def __init__(self, buffer: mmap.mmap | bytearray) -> None:
-        self._views = {
+        self._kept: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
+        self._wholes = {
             dtype: torch.frombuffer(buffer, dtype=dtype)
             for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32)
         }
 
     def tensor(self, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:
         """[rows, cols], contiguous, beginning `offset` bytes into the buffer."""
-        return self._views[dtype].as_strided((rows, cols), (cols, 1), offset // dtype.itemsize)
+        key = (dtype, offset, rows, cols)
+        view = self._kept.get(key)
+        if view is None:
+            if len(self._kept) >= _KEPT_VIEWS:
+                self._kept.clear()
+            view = self._wholes[dtype].as_strided((rows, cols), (cols, 1), offset // dtype.itemsize)
+            self._kept[key] = view
+        return view
 
 
 class RingFile:

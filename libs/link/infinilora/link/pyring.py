@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, payload_at, refusal
+from infinilora.link.ends import Ticket, checked, payload_at, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned, unpack_header
 from infinilora.link.layout import At, RingFile, State
@@ -215,7 +215,7 @@ class PythonServerPort:
             self._words.await_(lambda: bool(self._words.u64[frame // 8] == self._taken + 1), timeout_s)
         except LinkTimeout:
             return None
-        return unpack_header(self._ring.map, frame), payload_at(frame)
+        return checked(unpack_header(self._ring.map, frame), self), payload_at(frame)
 
     def reply_offset(self, header: Header) -> int:
         return payload_at(self._ring.reply_offset(header.sequence))

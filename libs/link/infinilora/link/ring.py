@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, payload_at, refusal
+from infinilora.link.ends import Ticket, checked, payload_at, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
-from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, Header, Kind, unpack_header
+from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, HEADER_FORMAT, Header, Kind, unpack_header
 from infinilora.link.layout import At, RingFile, State
 from infinilora.protocol.errors import Internal
 
-_TICKET = struct.Struct(f"<{HEADER_BYTES}s8Q3Q4I")
+_TICKET = struct.Struct(HEADER_FORMAT + "8Q3Q4I")
 _SENT_AT = HEADER_BYTES + 11 * 8 + 4
+_SENT = struct.Struct("<I")
 
 
 class Status(enum.IntEnum):
@@ -31,6 +32,16 @@ class Status(enum.IntEnum):
     REFUSED = 3
     BLOCKED = 4
     CORRUPT = 5
+
+
+class _Block:
+    """A ticket as ring.cpp sees it: memory that stays where it is, used again once its call was collected."""
+
+    __slots__ = ("address", "data")
+
+    def __init__(self) -> None:
+        self.data = bytearray(_TICKET.size)
+        self.address = ctypes.addressof(c_char.from_buffer(self.data))
 
 
 class RingLibrary:
@@ -72,40 +83,43 @@ class NativeEnginePort:
         self._offset = c_uint64()
         self._offset_at = ctypes.addressof(self._offset)
         self._words = memoryview(ring.map).cast("I")
+        self._blocks: list[_Block] = []
         self.mark(State.OPEN)
 
     def submit(self, ticket: Ticket) -> None:
         x, ids, weights = ticket.x, ticket.topk_ids, ticket.topk_weights
-        width = x.dtype.itemsize
-        block = bytearray(
-            _TICKET.pack(
-                ticket.header.pack(),
-                x.data_ptr(),
-                x.stride(0) * width,
-                ticket.header.in_cols * width,
-                0 if ids is None else ids.data_ptr(),
-                0 if ids is None else ids.stride(0) * 4,
-                0 if weights is None else weights.data_ptr(),
-                0 if weights is None else weights.stride(0) * 4,
-                ticket.header.topk * 4,
-                ticket.rows,
-                ticket.chunk_rows,
-                0,
-                ticket.chunks,
-                0,
-                0,
-                0,
-            )
+        width = x.element_size()
+        block = self._blocks.pop() if self._blocks else _Block()
+        _TICKET.pack_into(
+            block.data,
+            0,
+            *ticket.header,
+            x.data_ptr(),
+            x.stride(0) * width,
+            ticket.header.in_cols * width,
+            0 if ids is None else ids.data_ptr(),
+            0 if ids is None else ids.stride(0) * 4,
+            0 if weights is None else weights.data_ptr(),
+            0 if weights is None else weights.stride(0) * 4,
+            ticket.header.topk * 4,
+            ticket.rows,
+            ticket.chunk_rows,
+            0,
+            ticket.chunks,
+            0,
+            0,
+            0,
         )
-        address = ctypes.addressof(c_char.from_buffer(block))
-        ticket.native, ticket.keep = address, block
-        self._lib.submit(self._handle, address)
-        ticket.sent = int.from_bytes(block[_SENT_AT : _SENT_AT + 4], "little")
+        ticket.native = block
+        self._lib.submit(self._handle, block.address)
+        ticket.sent = _SENT.unpack_from(block.data, _SENT_AT)[0]
 
     def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
+        block = ticket.native
+        assert isinstance(block, _Block)  # noqa: S101 - it was submitted here
         status = self._lib.collect(
             self._handle,
-            ticket.native,
+            block.address,
             out.data_ptr(),
             out.stride(0) * out.element_size(),
             DTYPE_CODES[out.dtype],
@@ -113,6 +127,9 @@ class NativeEnginePort:
             int(timeout_s * 1e9),
             self._offset_at,
         )
+        if status == 0:
+            self._blocks.append(block)
+            return
         if status == Status.REFUSED:
             raise refusal(self._payload(self._offset.value))
         _raise_unless_ok(status, timeout_s)
@@ -163,6 +180,8 @@ class NativeServerPort:
         status = self._lib.recv(self._handle, int(timeout_s * 1e9), self._offset_at)
         if status == Status.TIMEOUT:
             return None
+        if status == Status.CORRUPT:
+            checked(unpack_header(self._ring.map, self._offset.value), self)
         _raise_unless_ok(status, timeout_s)
         frame = self._offset.value
         return unpack_header(self._ring.map, frame), payload_at(frame)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, refusal
+from infinilora.link.ends import Ticket, checked, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import HEADER_BYTES, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import SECRET_BYTES, Arena, State
@@ -247,7 +247,7 @@ class TcpServerPort:
                     raise LinkClosed(f"closed the link: the peer sent a frame of {header.payload_bytes} bytes")
                 if self._received == wanted:
                     self._received = 0
-                    return header, HEADER_BYTES
+                    return checked(header, self), HEADER_BYTES
             try:
                 self._life.wait(select.POLLIN, deadline)
             except LinkTimeout:

@@ -361,6 +361,21 @@ struct Engine : Rings {    // begins as zeros
   }
 };
 
+// Whether the fields of a frame agree with one another and with the buffers. As Header.check in frame.py.
+bool fits(const FrameHeader& h, uint64_t capacity) {
+  const uint64_t rows = h.rows;
+  if (h.dtype > kF16) return false;
+  if (h.kind == kPlan) return h.payload_bytes == rows * 16 && h.payload_bytes <= capacity;
+  if (h.kind != kSite) return false;
+  if (rows * h.in_cols > capacity) return false;  // also keeps what follows from overflowing
+  uint64_t bytes = rows * h.in_cols * width(h.dtype);
+  const uint64_t routed = ((h.flags & kHasIds) != 0) + ((h.flags & kHasWeights) != 0);
+  if (bytes > capacity || rows * h.topk > capacity) return false;
+  if (routed) bytes = aligned(bytes) + routed * rows * h.topk * 4;
+  return bytes == h.payload_bytes && bytes <= capacity && rows * h.out_cols <= capacity &&
+         rows * h.out_cols * width(h.dtype) <= capacity;
+}
+
 // The server's end ------------------------------------------------------------------------------------------
 
 struct Server : Rings {  // begins as zeros
@@ -447,7 +462,7 @@ int il_ring_recv(Server* s, int64_t timeout_ns, uint64_t* offset) {
   const Status status = await(*s, s->file->server, s->file->engine, deadline_after(timeout_ns),
                               [&] { return load(&frame->word) == word; });
   *offset = uint64_t(reinterpret_cast<char*>(frame) - s->base);
-  return status;
+  return status == kOk && !fits(*frame, s->capacity) ? kCorrupt : status;
 }
 
 // Publish the reply to the frame in hand (its payload is in the reply buffer already) and give the frame back.
