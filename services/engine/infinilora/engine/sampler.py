@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from infinilora.engine.noise import uniforms
 from infinilora.engine.sequence import SamplingParams, Sequence
 
-_FIRST_CUT = 1024
-"""Candidates sorted at first for top-p; rows whose mass reaches further are sorted whole."""
+_FIRST_CUT = 128
+"""Candidates sorted at first; eight times as many for rows whose mass reaches further, and so on."""
+
+_BLOCK = 128
+"""Columns summed together before the CDF is walked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,77 +101,96 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
 
 def _choose(logits: Tensor, sequences: Many[Sequence]) -> Tensor:
     """Token ids int64 [rows]."""
+    tokens = _likeliest(logits)
     random = [i for i, s in enumerate(sequences) if s.params.temperature > 0]
-    if not random:
-        return logits.argmax(-1)
-    tokens = logits.argmax(-1)
-    plain = [i for i in random if not _is_truncated(sequences[i].params)]
-    cut = [i for i in random if _is_truncated(sequences[i].params)]
-    if plain:
-        tokens[plain] = _draw(_scaled(logits, sequences, plain), None, [sequences[i] for i in plain])
-    if cut:
-        tokens[cut] = _draw_truncated(_scaled(logits, sequences, cut), [sequences[i] for i in cut])
+    for is_cut, draw in ((False, _draw_from_all), (True, _draw_truncated)):
+        rows = [i for i in random if _is_truncated(sequences[i].params) is is_cut]
+        if rows:
+            chosen = [sequences[i] for i in rows]
+            tokens[rows] = draw(_weights(logits[rows], chosen), chosen)
     return tokens
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """Argmax of each row. On the CPU numpy's is ten times faster than torch's (32 x 49152, log 2026-11-30)."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _is_truncated(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _scaled(logits: Tensor, sequences: Many[Sequence], rows: list[int]) -> Tensor:
-    temperatures = _column([sequences[i].params.temperature for i in rows], logits.device)
-    return logits[rows].double() / temperatures
+def _weights(logits: Tensor, sequences: Many[Sequence]) -> Tensor:
+    """exp((logit - row maximum) / temperature), fp32: probabilities up to a factor; the likeliest weighs 1."""
+    temperatures = _column([s.params.temperature for s in sequences], logits.device).float()
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperatures).exp_()
 
 
-def _draw(logits: Tensor, ids: Tensor | None, sequences: Many[Sequence]) -> Tensor:
-    """Inverse CDF over columns; `ids` [rows, columns] names the columns' tokens, ascending (None: all tokens)."""
-    cdf = torch.softmax(logits, -1).cumsum(-1)
+def _draw_from_all(weights: Tensor, sequences: Many[Sequence]) -> Tensor:
+    return _draw(weights, None, sequences)
+
+
+def _draw(weights: Tensor, ids: Tensor | None, sequences: Many[Sequence]) -> Tensor:
+    """Inverse CDF over columns; `ids` [rows, columns] names the columns' tokens, ascending (None: all tokens).
+
+    Summed in float64, first over blocks of columns, then within the block that the target falls into.
+    """
+    rows, columns = weights.shape
+    blocks = functional.pad(weights, (0, -columns % _BLOCK)).view(rows, -1, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
     seeds = np.array([s.params.seed for s in sequences], dtype=np.uint64)
     indices = np.array([s.num_produced for s in sequences], dtype=np.uint64)
-    targets = torch.from_numpy(uniforms(seeds, indices)).to(cdf.device)[:, None] * cdf[:, -1:]
-    columns = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[-1] - 1)
-    columns = torch.minimum(columns, _last_possible(logits))
-    return (columns if ids is None else ids.gather(1, columns))[:, 0]
+    targets = torch.from_numpy(uniforms(seeds, indices)).to(weights.device)[:, None] * ends[:, -1:]
+    block = _first_past(ends, targets, sums)
+    inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
+    rest = targets - (ends - sums).gather(1, block)
+    column = block * _BLOCK + _first_past(inside.cumsum(-1), rest, inside)
+    return (column if ids is None else ids.gather(1, column))[:, 0]
 
 
-def _last_possible(logits: Tensor) -> Tensor:
-    """The last column [rows, 1] that has a probability: rounding must not carry a draw past it."""
-    possible = torch.isfinite(logits)
-    return logits.shape[-1] - 1 - possible.flip(-1).int().argmax(-1, keepdim=True)
+def _first_past(ends: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The first column [rows, 1] that ends past the target; rounding never carries it past the last with weight."""
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(ends, targets, right=True), last)
 
 
-def _draw_truncated(logits: Tensor, sequences: Many[Sequence]) -> Tensor:
-    """Draw among the candidates that top-k, top-p and min-p leave, each applied to what the one before left."""
-    vocab = logits.shape[-1]
-    top_k = [s.params.top_k or vocab for s in sequences]
-    first = min(vocab, max(_FIRST_CUT, *(k for k in top_k if k < vocab), 1))
-    values, ids = logits.topk(first, dim=-1)
-    if first < vocab and not _mass_suffices(logits, values, sequences, top_k):
-        values, ids = logits.sort(-1, descending=True)
-    rank = torch.arange(values.shape[-1], device=logits.device)
-    values = values.masked_fill(rank >= _column(top_k, logits.device), -torch.inf)
-    # A row without top-k takes its probabilities over the whole vocabulary, whatever was sorted.
-    total = torch.where(
-        _column(top_k, logits.device) >= vocab, logits.logsumexp(-1, keepdim=True), values.logsumexp(-1, keepdim=True)
-    )
-    probs = (values - total).exp()
-    before = probs.cumsum(-1) - probs
-    keep = before < _column([s.params.top_p for s in sequences], logits.device)
-    keep &= probs >= probs[:, :1] * _column([s.params.min_p for s in sequences], logits.device)
+def _draw_truncated(weights: Tensor, sequences: Many[Sequence]) -> Tensor:
+    """Draw among the candidates that top-k, top-p and min-p leave, each applied to what the one before left.
+
+    Only the heaviest candidates are sorted; rows whose mass reaches further are done again with more of them.
+    """
+    vocab = weights.shape[-1]
+    totals = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=weights.device)
+    pending, size = list(range(len(sequences))), min(_FIRST_CUT, vocab)
+    while pending:
+        chosen = [sequences[i] for i in pending]
+        values, ids = weights[pending].topk(size, dim=-1)
+        kept, is_whole = _keep(values.double(), totals[pending], chosen, vocab)
+        ids, order = ids.sort(-1)
+        drawn = _draw(kept.gather(1, order), ids, chosen)
+        for row, token, whole in zip(pending, drawn.tolist(), is_whole.tolist(), strict=True):
+            if whole:
+                tokens[row] = token
+        pending = [row for row, whole in zip(pending, is_whole.tolist(), strict=True) if not whole]
+        size = min(8 * size, vocab)
+    return tokens
+
+
+def _keep(values: Tensor, totals: Tensor, sequences: Many[Sequence], vocab: int) -> tuple[Tensor, Tensor]:
+    """Weights of the kept candidates among `values` (descending), others 0; and whether none may lie beyond them."""
+    device, size = values.device, values.shape[-1]
+    top_k = _column([min(s.params.top_k or vocab, vocab) for s in sequences], device)
+    top_p = _column([s.params.top_p for s in sequences], device)
+    min_p = _column([s.params.min_p for s in sequences], device)
+    values = values.masked_fill(torch.arange(size, device=device) >= top_k, 0.0)
+    sums = values.cumsum(-1)
+    totals = torch.where(top_k < vocab, sums[:, -1:], totals)
+    keep = (sums - values < top_p * totals) & (values >= min_p * values[:, :1])
     keep[:, 0] = True
-    values = values.masked_fill(~keep, -torch.inf)
-    ids, order = ids.sort(-1)
-    return _draw(values.gather(1, order), ids, sequences)
-
-
-def _mass_suffices(logits: Tensor, values: Tensor, sequences: Many[Sequence], top_k: list[int]) -> bool:
-    """Whether the candidates already sorted surely hold every one that will be kept."""
-    probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
-    mass, smallest = probs.sum(-1).tolist(), (probs[:, -1] / probs[:, 0]).tolist()
-    return all(
-        k <= values.shape[-1] or mass[i] > s.params.top_p or smallest[i] < s.params.min_p
-        for i, (s, k) in enumerate(zip(sequences, top_k, strict=True))
-    )
+    is_whole = (size == vocab) | (top_k <= size) | (sums[:, -1:] >= top_p * totals) | (values[:, -1:] < min_p)
+    return values * keep, is_whole[:, 0]
 
 
 def _column(numbers: Many[float], device: torch.device) -> Tensor:
