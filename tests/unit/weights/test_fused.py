@@ -134,6 +134,14 @@ def test_block_diagonal_gate_up_is_packed_at_its_true_ranks(tmp_path: Path) -> N
     assert largest_difference(ingested_deltas(source, card(), tmp_path / "out"), wanted) < 1e-14
 
 
+def test_an_untrained_fused_adapter_is_served_and_adds_nothing(tmp_path: Path) -> None:
+    a, b = random_pair(FF, HIDDEN)
+    source = write_fused(tmp_path / "a", {WRAPPED: (a, np.zeros_like(b))})
+    found = ingested_deltas(source, card(), tmp_path / "out")
+    assert found.keys() == by_module(down=expert_deltas((a, b))).keys()
+    assert not any(delta.any() for delta in found.values())
+
+
 @pytest.mark.parametrize(
     ("pair", "config", "message"),
     [

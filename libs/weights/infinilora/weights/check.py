@@ -45,21 +45,15 @@ def plan_adapter(
             _place_module(adapter, index, module, halves, found)
     if not found:
         raise invalid(adapter.tensors.name, "tensors", found="none", wanted="at least one LoRA pair")
-    scales_differ = False
-    sites = []
-    geometry = card.geometry()
-    for (layer, site), numbers in _by_site(found).items():
-        parts = [_part(geometry[layer, site], number, found[layer, site, number]) for number in numbers]
-        scales_differ |= any(pair and pair.gain != 1.0 for part in parts for pair in part.pairs)
-        sites.append(SitePlan(geometry[layer, site], tuple(parts)))
+    sites = _sites(card, found)
     _check_ranks(adapter, sites, max_rank)
-    kind, notes = _packed_dtype(adapter, narrow, scales_differ=scales_differ)
+    kind, notes = _packed_dtype(adapter, sites, narrow)
     return AdapterPlan(
         source=adapter,
         base=card.fingerprint,
         num_layers=card.num_layers,
         dtype=kind,
-        sites=tuple(sites),
+        sites=sites,
         warnings=(*_missing(adapter, card, found), *notes),
     )
 
@@ -146,11 +140,11 @@ def _add(adapter: PeftAdapter, found: Found, key: PartKey, block: int, scaled: S
 # Parts and sites ----------------------------------------------------------------------------------
 
 
-def _by_site(found: Found) -> dict[tuple[int, Site], list[int]]:
-    sites: dict[tuple[int, Site], list[int]] = defaultdict(list)
+def _sites(card: BaseCard, found: Found) -> tuple[SitePlan, ...]:
+    geometry, parts = card.geometry(), defaultdict[tuple[int, Site], list[PartPlan]](list)
     for layer, site, number in sorted(found):
-        sites[layer, site].append(number)
-    return sites
+        parts[layer, site].append(_part(geometry[layer, site], number, found[layer, site, number]))
+    return tuple(SitePlan(geometry[place], tuple(adapted)) for place, adapted in parts.items())
 
 
 def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled]) -> PartPlan:
@@ -176,7 +170,7 @@ def _with_gain(pair: Pair, scale: float, common: float) -> Pair:
     return Pair(a=pair.a, bt=pair.bt, rank=pair.rank, gain=scale / common)
 
 
-def _check_ranks(adapter: PeftAdapter, sites: list[SitePlan], max_rank: int) -> None:
+def _check_ranks(adapter: PeftAdapter, sites: tuple[SitePlan, ...], max_rank: int) -> None:
     for site in sites:
         for part in site.parts:
             if part.entry.rank > max_rank:
@@ -192,11 +186,11 @@ def _check_ranks(adapter: PeftAdapter, sites: list[SitePlan], max_rank: int) -> 
 # The manifest's dtype and warnings ----------------------------------------------------------------
 
 
-def _packed_dtype(adapter: PeftAdapter, narrow: str | None, *, scales_differ: bool) -> tuple[str, tuple[str, ...]]:
+def _packed_dtype(adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str | None) -> tuple[str, tuple[str, ...]]:
     """The file's own dtype if it has one; fp32, which holds every other exactly, if it mixes."""
     kinds = sorted({info.dtype for info in adapter.tensors.tensors.values()})
     kind, notes = (kinds[0], ()) if len(kinds) == 1 else ("F32", (f"packed as F32: the file mixes {kinds}",))
-    if scales_differ:
+    if any(pair and pair.gain != 1.0 for site in sites for part in site.parts for pair in part.pairs):
         kind, notes = "F32", (*notes, "packed as F32: experts of one projection have unlike scales")
     if narrow is None or narrow == kind:
         return kind, notes

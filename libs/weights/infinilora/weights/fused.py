@@ -49,12 +49,10 @@ class Fused:
     scale: float
 
     def parts(self) -> Iterator[tuple[int, tuple[Pair, ...]]]:
-        """(part, pairs by expert) for every part that this pair moves at all."""
+        """(part, pairs by expert) for every part of the parameter."""
         for number, part in enumerate(self.geometry.parts):
             low, high = self._used_ranks(part)
-            if low < high:
-                experts = range(self.geometry.num_experts)
-                yield number, tuple(self._pair(part, e, low, high) for e in experts)
+            yield number, tuple(self._pair(part, e, low, high) for e in range(self.geometry.num_experts))
 
     def _pair(self, part: PartGeometry, expert: int, low: int, high: int) -> Pair:
         num_experts, start = self.geometry.num_experts, expert * self.rank
@@ -71,6 +69,7 @@ class Fused:
         """The span of ranks whose output side is not all zeros for this part.
 
         Adapters that were fused from separate gate and up factors have twice the rank and zeros in one half.
+        Of a part that is all zeros one rank is kept.
         """
         num_experts, out = self.geometry.num_experts, _columns(part)
         if self.crossed:
@@ -79,7 +78,7 @@ class Fused:
         else:
             factor = self.file.read(self.b)[out].reshape(-1, self.rank, num_experts)
             used = np.flatnonzero((factor != 0).any(axis=(0, 2)))
-        return (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
+        return (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
 
 
 def _columns(part: PartGeometry) -> slice:
