@@ -82,6 +82,7 @@ class House:
     tokenizer: Tokenizer | None
     engines: list[ScriptedEngine]
     bus: MemoryBus
+    members: Members
     store: MemoryStore
     root: Path
 
@@ -190,7 +191,7 @@ async def open_house(
         gateway = build(configured, ties)
         url = await stack.enter_async_context(_running(gateway, bus, crew))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
-        house = House(url, http, gateway, configured, card, tokenizer, crew, bus, store, root)
+        house = House(url, http, gateway, configured, card, tokenizer, crew, bus, members, store, root)
         async with asyncio.timeout(10):
             while (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.02)

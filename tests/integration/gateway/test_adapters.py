@@ -186,6 +186,19 @@ async def test_an_ingest_beyond_its_memory_ends_alone(tmp_path: Path) -> None:
         assert (await house.complete(max_tokens=1)).status_code == 200
 
 
+async def test_an_ingest_beyond_its_time_is_ended(tmp_path: Path) -> None:
+    async with open_house(tmp_path, ingest_wall_s=0.05) as house:
+        answer = await create(house, "a1", house.adapter_dir("a1"))
+        assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded")
+        assert not list((tmp_path / "var").rglob("ingest-*"))
+
+
+async def test_more_registrations_than_are_read_at_once_wait_their_turn(tmp_path: Path) -> None:
+    async with open_house(tmp_path, max_ingests=1) as house:
+        answers = await asyncio.gather(*(create(house, f"a{i}", house.adapter_dir(f"a{i}", seed=i)) for i in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3
+
+
 def as_files(source: Path) -> list[tuple[str, tuple[str, bytes]]]:
     return [("files", (path.name, path.read_bytes())) for path in sorted(source.iterdir())]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from infinilora.protocol.errors import AdapterFailed, AdapterLoading, InvalidRequest, Overloaded, Unavailable
-from support.gateway_house import error_of, open_house
+from support.gateway_house import House, error_of, open_house
 from support.scripted_engine import Loss, ScriptedEngine
+from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -82,13 +83,20 @@ async def test_a_stream_without_another_engine_ends_with_an_error_event(tmp_path
         assert last["error"]["code"] == "unavailable"
 
 
+async def heard(house: House, engine_id: str, address: str) -> None:
+    """Wait until the gateway believes this engine to be at this address."""
+
+    def is_there() -> bool:
+        return any(m.beat.id == engine_id and m.beat.address == address for m in house.members.all())
+
+    await eventually(is_there, f"{engine_id} at {address}")
+
+
 async def test_an_engine_that_is_gone_is_noticed_without_its_heartbeat(tmp_path: Path) -> None:
     async with open_house(tmp_path, engines=2) as house:
         house.engines[0].address = "127.0.0.1:1"  # nobody listens there; its heart beats on
         house.engines[0].incarnation = "next"
-        async with asyncio.timeout(5):
-            while house.gateway.fleet.pick(house.card.fingerprint, None, ()) is None:
-                await asyncio.sleep(0.01)
+        await heard(house, "engine-0", "127.0.0.1:1")
         answers = await asyncio.gather(*(house.complete(max_tokens=1) for _ in range(6)))
         assert [answer.status_code for answer in answers] == [200] * 6
         assert len(house.engines[1].requests) == 6
@@ -98,11 +106,7 @@ async def test_an_engine_that_comes_back_during_the_patience_takes_the_request(t
     async with open_house(tmp_path, patience_s=10.0) as house:
         engine = house.engine
         engine.address, engine.incarnation = "127.0.0.1:1", "dead"
-        async with asyncio.timeout(5):
-            while (engine_now := house.gateway.fleet.pick(house.card.fingerprint, None, ())) is None or (
-                engine_now.address != "127.0.0.1:1"
-            ):
-                await asyncio.sleep(0.01)
+        await heard(house, "engine-0", "127.0.0.1:1")
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(house.complete(max_tokens=1))
             reborn = ScriptedEngine(engine.base, engine.model, engine.vocab_size, engine.eos, incarnation="reborn")
