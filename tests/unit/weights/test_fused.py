@@ -221,3 +221,26 @@ def test_lower_ranks_and_unlike_scales_of_experts_are_kept(tmp_path: Path) -> No
     assert manifest.dtype == "F32"
     assert any("unlike scales" in warning for warning in manifest.warnings)
     assert largest_difference(ingested_deltas(source, mixtral, tmp_path / "out"), wanted) < 1e-7
+
+
+def test_a_card_may_name_mixtral_as_its_checkpoint_does(tmp_path: Path) -> None:
+    text = msgspec.json.encode(card()).decode()
+    for today, earlier in (
+        (".mlp.", ".block_sparse_moe."),
+        ("gate_proj", "w1"),
+        ("up_proj", "w3"),
+        ("down_proj", "w2"),
+    ):
+        text = text.replace(today, earlier)
+    checkpoint = msgspec.json.decode(text, type=BaseCard)
+    gate_up, down = random_pair(HIDDEN, 2 * FF), random_pair(FF, HIDDEN, seed=1)
+    source = write_fused(tmp_path / "a", {f"{WRAPPED}.base_layer": gate_up, WRAPPED: down})
+    assert ingest(source, checkpoint, tmp_path / "out").sites == ingest(source, card(), tmp_path / "out").sites
+    single = write_peft_adapter(tmp_path / "b", checkpoint, rank=2, targets=["w1", "w2", "gate", "q_proj"], seed=4)
+    renamed = write_peft_adapter(
+        tmp_path / "c", card(), rank=2, targets=["gate_proj", "down_proj", "gate", "q_proj"], seed=4
+    )
+    sites = [
+        ingest(source, base, tmp_path / "out").sites for source in (single, renamed) for base in (checkpoint, card())
+    ]
+    assert sites[1:] == sites[:-1]
