@@ -15,7 +15,7 @@ def _running(server: S) -> Iterator[S]:
     try:
         yield server
     finally:
-        server.stop()
+        server.kill()  # nothing of it is kept, and SeaweedFS takes its time over a SIGTERM
 
 
 @pytest.fixture(scope="session")

@@ -61,9 +61,12 @@ async def test_the_mirror_knows_who_beats_and_who_stopped(bus: MemoryBus, clock:
     async with Members(bus, interval_s=TICK_S, clock=clock) as members:
         await fleet.beat("e1", "e2", "e3")
         await eventually(lambda: alive(members) == ["e1", "e2", "e3"], "all are known")
-        for _ in range(4):
+
+        async def is_dead() -> bool:
             await fleet.beat("e1", "e3")
-        await eventually(lambda: alive(members) == ["e1", "e3"], "the silent one is dead")
+            return alive(members) == ["e1", "e3"]
+
+        await eventually(is_dead, "the silent one is dead")
         assert [m.health for m in members.all()] == ["alive", "dead", "alive"]
 
 
@@ -104,6 +107,9 @@ async def test_when_all_fall_silent_the_bus_is_proved_before_they_are_dead(
         await fleet.beat(advance=TICK_S * 1.8)
         await fleet.beat(advance=TICK_S * 1.5)
         assert alive(members) == ["e1", "e2"]
-        for _ in range(4):
+
+        async def are_dead() -> bool:
             await fleet.beat()
-        await eventually(lambda: alive(members) == [], "both are dead after all")
+            return alive(members) == []
+
+        await eventually(are_dead, "both are dead after all")

@@ -59,8 +59,12 @@ class Heart:
 
     def beat_now(self) -> None:
         """Do not wait for the interval: something that others act on has changed. From any thread."""
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is None:
+            return
+        try:
             self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:
+            return  # the thread has ended and its loop with it
 
     def _live(self) -> None:
         asyncio.run(self._beat_for_ever())
