@@ -7,7 +7,16 @@ from torch import Tensor
 from infinilora.kernels import reference
 from infinilora.kernels.batch import SiteWeights, segment_table
 from support import lora_maths
-from support.triton_sites import FAULT, TOLERANCE, aligned, largest_error, make_bound, make_table, poisoned
+from support.triton_sites import (
+    FAULT,
+    TOLERANCE,
+    aligned,
+    largest_error,
+    make_bound,
+    make_table,
+    poisoned,
+    poisoned_scratch,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 IN_DIM, OUTS, GAP = 72, (40, 16, 9), 3
@@ -170,3 +179,14 @@ def test_rows_and_slots_that_do_not_exist_are_refused(device: str, segment: tupl
     bound = make_bound(RANKS, OUTS, in_dim=IN_DIM, dtypes=[F32], gap=GAP)
     with pytest.raises(ValueError, match="slot"):
         run(bound, random_rows(), device, segments=(segment,))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nothing_unwritten_is_read_at_ranks_of_several_blocks(device: str, dtype: torch.dtype) -> None:
+    ranks, outs, segments = ((70, 3, 0), (17, 64, 0)), (20, 12, 0), ((0, 3, 0), (3, 2, 1))
+    bound = make_bound(ranks, outs, in_dim=40, dtypes=[dtype])
+    x = random_rows(6, 40)
+    with poisoned_scratch():
+        assert bool(torch.empty(3).isnan().all())
+        found = run(bound, x, device, segments=segments, out_dim=32)
+    assert largest_error(found, lora_maths.dense(bound, segments, x, 32)) < TOLERANCE[dtype]

@@ -7,7 +7,16 @@ from torch import Tensor
 from infinilora.kernels import reference
 from infinilora.kernels.batch import Part, SiteWeights, segment_table
 from support import lora_maths
-from support.triton_sites import FAULT, TOLERANCE, aligned, largest_error, make_bound, make_table, poisoned
+from support.triton_sites import (
+    FAULT,
+    TOLERANCE,
+    aligned,
+    largest_error,
+    make_bound,
+    make_table,
+    poisoned,
+    poisoned_scratch,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HIDDEN, FF, EXPERTS, TOP_K, NUM_ROWS = 40, 24, 5, 2, 14
@@ -166,3 +175,29 @@ def test_every_pair_is_in_exactly_one_tile_of_its_virtual_expert(device: str) ->
         assert placed == {
             t * 2 + j: (slots[t], int(ids[t, j])) for t in slots for j in range(2) if 0 <= ids[t, j] < num_experts
         }
+
+
+def test_nothing_unwritten_is_read(device: str) -> None:
+    x, act, (ids, weights) = normal(NUM_ROWS, HIDDEN), normal(NUM_ROWS, TOP_K, FF), routing()
+    gate_up, down = gate_up_bound(F32), down_bound(F32)
+    with poisoned_scratch():
+        assert bool(torch.empty(3).isnan().all())
+        found, summed = run_gate_up(gate_up, x, device), run_down(down, act, device)
+    assert largest_error(found, lora_maths.moe_gate_up(gate_up, SEGMENTS, x, ids, 2 * FF)) < TOLERANCE[F32]
+    wanted = lora_maths.moe_down(down, SEGMENTS, act, ids, weights, HIDDEN)
+    assert largest_error(summed, wanted) < TOLERANCE[F32]
+
+
+def test_many_pairs_of_an_expert_take_large_tiles(device: str) -> None:
+    from infinilora.kernels.moe import moe_down
+    from infinilora.kernels.tiles import StepRows
+
+    bound = make_bound([(3,)], (9,), in_dim=11, dtypes=[F32], experts=2)
+    segments, act = ((0, 150, 0),), normal(150, 1, 11)
+    ids = (torch.arange(150) % 2).to(torch.int32)[:, None]
+    weights, out = normal(150, 1, seed=2).abs(), poisoned(150, 9, device=device)
+    table = make_table(bound, num_parts=1, in_dim=11, out_dim=9, device=device)
+    rows = StepRows.of(segment_table(segments), 150, device)
+    moe_down(table, rows, act.to(device), ids.to(device), weights.to(device), out, accumulate=False)
+    wanted = lora_maths.moe_down(bound, segments, act, ids, weights, 9)
+    assert largest_error(out, wanted) < TOLERANCE[F32]

@@ -1,6 +1,7 @@
 """Random adapters bound to a SiteTable on any device, for the Triton tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -63,6 +64,16 @@ def make_table(
     for slot, parts in to_device(bound, device).items():
         table.bind(slot, parts)
     return table
+
+
+@contextmanager
+def poisoned_scratch() -> Iterator[None]:
+    """Every torch.empty is filled with NaN, so that a read of what no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
