@@ -6,7 +6,8 @@ from typing import Any
 
 from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
 from infinilora.engine.events import Ended, Event, Failed, Produced, PromptScored
-from infinilora.engine.loop import EngineLoop, Job, Patience
+from infinilora.engine.job import Job, Patience
+from infinilora.engine.loop import EngineLoop
 from infinilora.engine.sampler import TokenScore
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sequence import SamplingParams, Sequence

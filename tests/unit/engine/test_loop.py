@@ -9,7 +9,7 @@ import pytest
 
 from infinilora.engine.assemble import LoadedModel, make_loop
 from infinilora.engine.events import Ended, Event, Hooks
-from infinilora.engine.loop import Patience
+from infinilora.engine.job import Patience
 from infinilora.engine.lora.interface import LeaseStatus
 from infinilora.engine.lora.none import NoLora
 from infinilora.engine.sched.scheduler import Limits

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from infinilora.engine.events import Hooks
-from infinilora.engine.loop import EngineLoop, Patience
+from infinilora.engine.job import Patience
+from infinilora.engine.loop import EngineLoop
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.model.checkpoint import Checkpoint, RandomTensors, TensorSource
 from infinilora.engine.model.cpu import CpuOps
@@ -119,8 +120,6 @@ def make_loop(
 
 
 def _ops(options: ModelOptions) -> Ops:
-    """Torch itself stays on one thread: the native pool has the others."""
-    torch.set_num_threads(1)
     if options.device == "cpu":
         return CpuOps(storage="bf16" if options.dtype == "bf16" else "fp32", threads=options.threads)
     dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16

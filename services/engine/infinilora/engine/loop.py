@@ -10,13 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from infinilora.engine.events import Ended, Event, Failed, FinishReason, Hooks, Produced, PromptScored, Sink, StepReport
+from infinilora.engine.job import Job, Patience
 from infinilora.engine.leases import BackendLeases
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.runner import Outcome, Runner
-from infinilora.engine.sampler import Sampled, TokenScore
+from infinilora.engine.sampler import Sampled
 from infinilora.engine.sched.blocks import BlockPool
 from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Rows, Scheduler
 from infinilora.engine.sequence import Phase, Sequence
@@ -34,29 +34,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_LOSSES = 4
 """Steps in a row that a sequence may lose its deltas before it fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a sequence may go without its adapter: before its first token, and after (then it failed)."""
-
-    loading_s: float = 30.0
-    lost_s: float = 1.5
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A sequence and those who wait for it. `deadline` in seconds of time.perf_counter()."""
-
-    sequence: Sequence
-    sink: Sink
-    deadline: float | None = None
-    waiting_since: float = 0.0
-    paused_since: float | None = None
-    first_step_at: float | None = None
-    prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
-    scores_sent: bool = False
-    times_lost: int = 0
 
 
 class EngineLoop:
@@ -114,7 +91,11 @@ class EngineLoop:
             self._queued += 1
         now = time.perf_counter()
         deadline = None if deadline_s is None else now + deadline_s
-        job = Job(sequence, sink, deadline=deadline, waiting_since=now)
+        job = Job(
+            sequence,
+            sink,
+            deadline=deadline,
+        )
         self._post(lambda: self._add(job))
         return job
 
@@ -286,16 +267,14 @@ class EngineLoop:
             job.paused_since = None
             return
         job.paused_since = job.paused_since or now
-        started = job.first_step_at is not None
-        limit = self._patience.lost_s if started else self._patience.loading_s
-        if now - job.paused_since < limit:
+        limit_s = self._patience.limit_s(job)
+        if now - job.paused_since < limit_s:
             return
-        if started:
-            self._without_adapter(
-                job, AdapterFailed(f"adapter {digest} was lost while it was in use", retry_after_s=1.0)
-            )
+        if job.is_running:
+            lost = f"adapter {digest} was lost in use and did not come back within {limit_s:.1f} s"
+            self._without_adapter(job, AdapterFailed(lost, retry_after_s=1.0))
         else:
-            waited = f"adapter {digest} was not ready within {limit:.0f} s"
+            waited = f"adapter {digest} was not ready within {limit_s:.0f} s"
             self._without_adapter(job, AdapterLoading(waited, retry_after_s=1.0))
 
     def _next_alarm(self) -> float | None:
@@ -304,10 +283,11 @@ class EngineLoop:
             return None
         now = time.perf_counter()
         due = [job.deadline for job in self._jobs.values() if job.deadline is not None]
-        for job in self._jobs.values():
-            if job.paused_since is not None:
-                limit = self._patience.loading_s if job.first_step_at is None else self._patience.lost_s
-                due.append(job.paused_since + limit)
+        due += [
+            job.paused_since + self._patience.limit_s(job)
+            for job in self._jobs.values()
+            if job.paused_since is not None
+        ]
         return max(0.0, min(due) - now) if due else None
 
     def _publish_load(self) -> None:

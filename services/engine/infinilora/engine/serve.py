@@ -7,10 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
 from infinilora.engine.backends import Around, Bell, open_lora
 from infinilora.engine.events import Hooks
-from infinilora.engine.loop import EngineLoop, Patience
+from infinilora.engine.job import Patience
+from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
 from infinilora.engine.meter import Meter
 from infinilora.engine.publish import keep_publishing
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: Settings, service: Service) -> None:
     """Serve until a stop is asked for; then take nothing new, let what runs finish, and close."""
+    torch.set_num_threads(1)  # the native pool has the others
     model = await asyncio.to_thread(load_model, _model_options(settings))
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)

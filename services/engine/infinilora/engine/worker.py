@@ -11,7 +11,8 @@ from contextlib import aclosing
 from typing import Any
 
 from infinilora.engine.events import Ended, Event, Failed
-from infinilora.engine.loop import EngineLoop, Job
+from infinilora.engine.job import Job
+from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
 from infinilora.engine.sequence import Sequence
 from infinilora.engine.wire import ModelFacts, read_request, write_event
