@@ -73,7 +73,7 @@ async def an_open_stream(home: Path) -> AsyncIterator[tuple[Engine, AsyncIterato
         engine.kill()
 
 
-@pytest.mark.parametrize(("how", "within_s"), [("kill", 1.0), ("freeze", 5.0)])
+@pytest.mark.parametrize(("how", "within_s"), [("kill", 3.0), ("freeze", 6.0)])
 async def test_an_open_stream_ends_soon_after_its_peer(tmp_path: Path, how: str, within_s: float) -> None:
     async with an_open_stream(tmp_path) as (engine, events):
         started = time.monotonic()
@@ -100,7 +100,7 @@ class Generator:
             self.ended.set()
 
 
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 5.0)])
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 6.0)])
 async def test_a_handler_ends_soon_after_its_caller(number: signal.Signals, within_s: float) -> None:
     generator = Generator()
     async with serving("127.0.0.1:0", [(ENGINE, generator)]) as server:

@@ -15,7 +15,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.2
 
 
 def build() -> Beat:
