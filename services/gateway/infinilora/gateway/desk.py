@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,13 +34,17 @@ from infinilora.runtime.telemetry import Telemetry, attached, context_of, from_t
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and how to hear that they have gone. `started_s`: `time.perf_counter` of the whole request."""
+    """Who asks, and how to hear that they have gone. `started_s`: when, by `time.perf_counter`."""
 
     tenant: str
     request_id: str
     traceparent: str | None
     started_s: float
     receive: Receive
+
+    def received(self) -> "Caller":
+        """The same, from the moment on at which the whole request is here."""
+        return replace(self, started_s=time.perf_counter())
 
 
 class Times(NamedTuple):
@@ -75,12 +79,14 @@ class Desk:
         self._times = times
 
     async def completions(self, caller: Caller, raw: bytes) -> Response:
-        plan = await self._plan(caller, raw, CompletionBody, plan_completion)
-        return await self._respond(caller, "completions", plan, CompletionShape(plan))
+        received = caller.received()
+        plan = await self._plan(received, raw, CompletionBody, plan_completion)
+        return await self._respond(received, "completions", plan, CompletionShape(plan))
 
     async def chat(self, caller: Caller, raw: bytes) -> Response:
-        plan = await self._plan(caller, raw, ChatBody, plan_chat)
-        return await self._respond(caller, "chat", plan, ChatShape(plan))
+        received = caller.received()
+        plan = await self._plan(received, raw, ChatBody, plan_chat)
+        return await self._respond(received, "chat", plan, ChatShape(plan))
 
     async def _plan(self, caller: Caller, raw: bytes, kind: type[B], make: Callable[..., Awaitable[Plan]]) -> Plan:
         body = read_body(kind, raw)
