@@ -48,4 +48,4 @@ up: setup ## Run everything here: make up [MODEL=smollm2-135m|smollm2-moe|/hf/di
 	@exec $(VENV)/bin/infinilora up --model $(MODEL) --port $(PORT) --lora $(LORA)
 
 bench-%: setup ## Run one benchmark of benchmarks/: make bench-NAME
-	$(PY) benchmarks/bench_$(subst -,_,$*).py
+	PYTHONPATH=benchmarks $(PY) benchmarks/bench_$(subst -,_,$*).py
