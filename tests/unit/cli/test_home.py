@@ -16,7 +16,7 @@ from pathlib import Path
 from infinilora.cli.home import Home, Running
 home = Home(Path(sys.argv[1]))
 home.lock()
-home.say_running(Running(pid=42, url="http://127.0.0.1:1", coordinator_url="http://127.0.0.1:2", pids={}))
+home.say_running(Running(pid=42, url="http://127.0.0.1:1", coordinator_url="http://127.0.0.1:2"))
 (home.link_dir / "ring").write_bytes(b"x")
 print("locked", flush=True)
 time.sleep(99)
@@ -36,6 +36,12 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def clear(home: Home) -> None:
+    """A killed holder leaves its shared memory to the next owner of the directory."""
+    home.lock()
+    home.unlock()
+
+
 def test_a_second_owner_is_refused_and_told_of_the_first(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     try:
         with pytest.raises(Conflict, match=r"in use by process 42, serving http://127\.0\.0\.1:1"):
@@ -43,6 +49,7 @@ def test_a_second_owner_is_refused_and_told_of_the_first(tmp_path: Path, holder:
         assert Home(tmp_path).running() is not None
     finally:
         end(holder)
+        clear(Home(tmp_path))
 
 
 def test_what_a_killed_owner_left_is_cleared(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
@@ -68,7 +75,7 @@ def test_two_directories_never_share_a_link_directory(tmp_path: Path) -> None:
 
 
 def test_a_running_system_is_found_by_other_commands(tmp_path: Path) -> None:
-    running = Running(pid=1, url="http://u", coordinator_url="http://c", pids={"engine": 7})
+    running = Running(pid=1, url="http://u", coordinator_url="http://c")
     home = Home(tmp_path)
     home.lock()
     home.say_running(running)

@@ -12,7 +12,7 @@ from infinilora.cli.api import Api, Json, adapter_files
 from infinilora.cli.find import gateway
 from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
-from infinilora.cli.terminal import bars, errors, in_bytes, out
+from infinilora.cli.terminal import bars, errors, in_bytes, out, show_table
 
 app = typer.Typer(no_args_is_help=True, help="Adapters.")
 
@@ -57,7 +57,7 @@ def list_adapters(
     if as_json:
         out.print_json(json.dumps(records))
         return
-    out.print(table_of(records))
+    show_table(table_of(records))
 
 
 @app.command()

@@ -3,7 +3,7 @@
     .var/ up.lock        held while a system runs; a second one is refused
           secrets.json   0600; made once, so that the servers' data can be opened again
           ports.json     of the servers, so that they are found where they were
-          stack.json     URLs and process ids of the running system; gone when it stops
+          stack.json     where the running system is; gone when it stops
           log/ models/ cache/ nats/ redis/ store/
 
 Knows no process and no network.
@@ -41,7 +41,6 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     coordinator_url: str
-    pids: dict[str, int]
 
 
 class Home:

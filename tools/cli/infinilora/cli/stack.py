@@ -99,10 +99,7 @@ class Stack:
             shared = await self._start_servers()
             self._plan = self._plan_services(port, shared)
             await self._run(services(self._plan))
-            pids = {name: pid for name, pid in self.pids().items() if pid}
-            self.home.say_running(
-                Running(pid=os.getpid(), url=self.url, coordinator_url=self.coordinator_url, pids=pids)
-            )
+            self.home.say_running(Running(pid=os.getpid(), url=self.url, coordinator_url=self.coordinator_url))
         except BaseException:
             await self.stop()
             raise

@@ -11,7 +11,7 @@ from infinilora.cli.adapter_commands import table_of
 from infinilora.cli.api import Api, Json
 from infinilora.cli.find import coordinator, gateway
 from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
-from infinilora.cli.terminal import errors, in_bytes, out
+from infinilora.cli.terminal import err, errors, in_bytes, out, show_table
 
 Coordinator = Annotated[
     str,
@@ -39,16 +39,19 @@ def status(
     if as_json:
         out.print_json(json.dumps({"fleet": fleet, "adapters": adapters}))
         return
-    out.print(_members(fleet) if fleet else "[dim]no coordinator named: --coordinator URL shows the fleet[/dim]")
-    out.print()
-    out.print(table_of(adapters) if adapters else "no adapters")
+    if fleet:
+        show_table(_members(fleet))
+        out.print()
+    else:
+        err.print("[dim]no coordinator is known here; --coordinator URL shows the fleet[/dim]")
+    show_table(table_of(adapters))
 
 
 def _members(fleet: Json) -> Table:
     table = Table("process", "state", "health", "address", "load", box=None, pad_edge=False)
     for member in fleet["members"]:
-        name = f"{member['kind']} {member['id']}" + (" (leader)" if member["id"] == fleet.get("leader") else "")
-        table.add_row(name, member["state"], member["health"], member.get("address", ""), _load(member.get("load")))
+        mark = " (leads)" if member["id"] == fleet["leader"] else ""
+        table.add_row(member["id"] + mark, member["state"], member["health"], member["address"], _load(member["load"]))
     return table
 
 

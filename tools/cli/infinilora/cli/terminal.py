@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from infinilora.protocol.errors import InfiniLoraError, Unavailable
 
@@ -16,6 +17,12 @@ UNREACHABLE = 3
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
+PIPE_WIDTH = 200
+"""Columns of a table where nobody looks: a program wants one line for one row."""
+
+
+def show_table(table: Table) -> None:
+    out.print(table, width=None if out.is_terminal else PIPE_WIDTH)
 
 
 @contextmanager

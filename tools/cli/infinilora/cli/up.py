@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -129,14 +131,22 @@ def welcome(url: str, model: str) -> str:
             f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\",
             f"    -d '{body}'",
             "",
-            "  python -c 'from openai import OpenAI",
+            f"  {_beside('python')} -c 'from openai import OpenAI",
             f'client = OpenAI(base_url="{url}/v1", api_key="none")',
             f'answer = client.chat.completions.create(model="{name}", max_tokens=64,',
             f'    messages=[{{"role": "user", "content": "{prompt}"}}])',
             "print(answer.choices[0].message.content)'",
             "",
-            f"  infinilora chat --model {last.name if last else model}{elsewhere}",
+            f"  {_beside('infinilora')} chat --model {last.name if last else model}{elsewhere}",
             "",
             "  Ctrl-C stops everything.",
         ]
     )
+
+
+def _beside(name: str) -> str:
+    """How to call a program of this environment from here: by its name if the PATH leads to it."""
+    path = Path(sys.executable).parent / name
+    if shutil.which(name) == str(path) or not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
