@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,12 +33,14 @@ from infinilora.runtime.store import RedisStore
 from support.cards import make_card
 from support.lora_servers import LinkedEngine, LoraServerProcess, linked_engine
 from support.pools import Packed, pack, rows_of
-from support.procs import NatsServer, ValkeyServer, WeedServer
+from support.procs import NatsServer, ValkeyServer, WeedServer, free_port
 
 pytestmark = pytest.mark.integration
 
 CARD = make_card("llama", num_layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
 MOE_CARD = make_card("qwen3_moe", num_layers=2, num_experts=4, intermediate=24)
+EPOCH = 1_000_000
+"""Beyond those that leaders of other tests on this store have raised."""
 SITES = (Site.QKV, Site.O, Site.GATE_UP, Site.DOWN)
 
 
@@ -62,12 +65,13 @@ class World:
             STORE_URL=s3.url(bucket),
             S3_ACCESS_KEY=s3.access_key,
             S3_SECRET_KEY=s3.secret_key,
+            METRICS_LISTEN=f"127.0.0.1:{free_port()}",
         )
 
     def pack(self, seed: int, **options: object) -> Packed:
         return pack(self.work, self.blobs, self.card, seed=seed, **options)  # type: ignore[arg-type]  # as given
 
-    async def order(self, body: Stage | Evict | Pin | Drain, *, epoch: int = 1) -> None:
+    async def order(self, body: Stage | Evict | Pin | Drain, *, epoch: int) -> None:
         """Send a command as a leader of this epoch would. Raises what the server said."""
         refusal: InfiniLoraError | None = None
         async with NatsBus(self.nats.url) as bus:
@@ -263,21 +267,52 @@ async def test_a_killed_server_ends_the_link_at_once_and_its_next_life_serves_a_
 
 async def test_commands_stage_pin_and_evict_and_a_deposed_leader_is_refused(world: World) -> None:
     adapter = world.pack(1)
-    await world.order(Stage(digest=adapter.digest), epoch=5)
+    await world.order(Stage(digest=adapter.digest), epoch=EPOCH + 5)
     await world.beat_that(lambda _, load: adapter.digest in load.resident)
-    with pytest.raises(StaleEpoch, match="epoch 4"):
-        await world.order(Evict(digest=adapter.digest), epoch=4)
-    await world.order(Pin(digest=adapter.digest, pinned=True), epoch=5)
-    await world.order(Evict(digest=adapter.digest), epoch=5)
+    with pytest.raises(StaleEpoch, match="was deposed"):
+        await world.order(Evict(digest=adapter.digest), epoch=EPOCH + 4)
+    await world.order(Pin(digest=adapter.digest, pinned=True), epoch=EPOCH + 5)
+    await world.order(Evict(digest=adapter.digest), epoch=EPOCH + 5)
     await world.beat_that(lambda _, load: adapter.digest in load.resident)
-    await world.order(Pin(digest=adapter.digest, pinned=False), epoch=6)
-    await world.order(Evict(digest=adapter.digest), epoch=6)
+    await world.order(Pin(digest=adapter.digest, pinned=False), epoch=EPOCH + 6)
+    await world.order(Evict(digest=adapter.digest), epoch=EPOCH + 6)
     await world.beat_that(lambda _, load: adapter.digest not in load.resident)
+
+
+async def test_what_an_operator_counts_is_scraped(world: World) -> None:
+    adapter = world.pack(1)
+    async with linked_engine(world.server, CARD) as engine:
+        await engine.lease(adapter.digest)
+        check_dense(engine, [adapter])
+        url = f"http://{world.server.settings['METRICS_LISTEN']}/metrics"
+        page = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)).read().decode()
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert float(values['infinilora_pool_loads_total{outcome="resident"}']) >= 1
+    assert float(values["infinilora_pool_leases"]) == 1
+    assert float(values["infinilora_links_open"]) == 1
+    assert float(values["infinilora_lora_site_seconds_count"]) >= CARD.num_layers * len(SITES)
+
+
+async def test_a_deposed_leader_is_known_from_the_store_before_any_command(
+    tmp_path: Path, nats_server: NatsServer, redis_server: ValkeyServer, s3_server: WeedServer
+) -> None:
+    async with RedisStore(redis_server.url) as store:
+        epoch = await store.counter(keys.EPOCH)
+        for _ in range(2):
+            epoch = await store.acquire_lease(f"test:{os.urandom(4).hex()}", "me", 60) or epoch
+    world = World(tmp_path, nats_server, redis_server, s3_server, CARD)
+    world.server.start()
+    try:
+        await world.beat_that(lambda beat, _: beat.state == "ready")
+        with pytest.raises(StaleEpoch):
+            await world.order(Drain(), epoch=epoch - 1)
+    finally:
+        world.server.stop()
 
 
 async def test_residency_is_in_the_store_with_a_time_to_live(world: World) -> None:
     adapter = world.pack(1)
-    await world.order(Stage(digest=adapter.digest), epoch=9)
+    await world.order(Stage(digest=adapter.digest), epoch=EPOCH + 9)
     async with RedisStore(world.redis.url) as store, asyncio.timeout(10):
         while True:
             found = await store.get(keys.residency(world.group), list[str])
@@ -290,11 +325,11 @@ async def test_a_drained_group_grants_nothing_new_and_goes_on_with_what_runs(wor
     adapter, late = world.pack(1), world.pack(2)
     async with linked_engine(world.server, CARD) as engine:
         await engine.lease(adapter.digest)
-        await world.order(Drain(), epoch=9)
+        await world.order(Drain(), epoch=EPOCH + 9)
         with pytest.raises(Overloaded):
             await engine.lease(late.digest)
         check_dense(engine, [adapter])
-        await world.order(Drain(draining=False), epoch=9)
+        await world.order(Drain(draining=False), epoch=EPOCH + 9)
         await engine.lease(late.digest)
         check_dense(engine, [adapter, late])
 

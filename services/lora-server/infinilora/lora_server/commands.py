@@ -5,7 +5,7 @@ import logging
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
 from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Pin, Stage
-from infinilora.protocol.errors import StaleEpoch
+from infinilora.protocol.errors import StaleEpoch, Unavailable
 from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -17,12 +17,19 @@ class Commands:
     def __init__(self, pool: AdapterPool) -> None:
         self._pool = pool
         self.epoch = 0
+        self._knows_epoch = False
         self._is_stopping = False
         self.is_draining = False
 
     async def read_epoch(self, store: Store) -> None:
-        """Learn the present epoch. Raises Unavailable."""
-        self.epoch = max(self.epoch, await store.counter(keys.EPOCH))
+        """Learn the present epoch, once; without a store, serve on and learn it later."""
+        if self._knows_epoch:
+            return
+        try:
+            self.epoch = max(self.epoch, await store.counter(keys.EPOCH))
+            self._knows_epoch = True
+        except Unavailable as error:
+            logger.warning("epoch not read yet", extra={"reason": error.message})
 
     async def handle(self, command: Command) -> CommandReply:
         if command.epoch < self.epoch:

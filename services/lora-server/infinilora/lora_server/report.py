@@ -43,13 +43,10 @@ def beat(
 
 
 async def keep_residency(store: Store, group: str, pool: AdapterPool, commands: Commands) -> None:
-    """Write what is resident, with a time to live, and read the epoch until it is known. Serves on without a store."""
-    knows_epoch = False
+    """Write what is resident, with a time to live, and learn the epoch if it is not known yet."""
     while True:
+        await commands.read_epoch(store)
         try:
-            if not knows_epoch:
-                await commands.read_epoch(store)
-                knows_epoch = True
             await store.put(keys.residency(group), pool.resident(), ttl_s=RESIDENCY_TTL_S)
         except Unavailable as error:
             logger.debug("residency not written", extra={"reason": error.message})

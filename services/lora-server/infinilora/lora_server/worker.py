@@ -64,6 +64,7 @@ async def serve(settings: Settings, service: Service) -> None:
         service.spawn(heart.run(), "heart")
         service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
         service.spawn(watch_base(settings.base, card, around.members), "base")
+        await commands.read_epoch(around.store)
         await around.bus.serve(subjects.commands("lora-server", settings.id), Command, commands.handle)
         service.ready()
         heart.beat_now()
@@ -141,6 +142,8 @@ async def _links(
         token = settings.rpc_token.get_secret_value()
         listening = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, server)], token=token))
         logger.info("lora-server serves", extra={"address": listening.address, "group": settings.group})
+        # First of all, so that engines hear the end of their streams and not a broken connection.
+        stack.callback(server.close)
         yield listening.address, server
 
 
