@@ -42,7 +42,7 @@ class LinkSettings:
     directory: Path | None
     tcp_host: str | None = "127.0.0.1"
     tcp_port: int = 0
-    num_buffers: int = 32
+    num_buffers: int = 16
     buffer_bytes: int = 256 * 1024
     spin_s: float = shm.SPIN_S
 
