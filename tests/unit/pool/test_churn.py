@@ -80,7 +80,11 @@ class Engine(threading.Thread):
 
 def churn(work: Path, *, num_engines: int, rounds: int) -> None:
     blobs = DirectoryBlobs(work / "store")
-    adapters = [pack(work, blobs, CARD, seed=seed, rank=2 + 3 * seed) for seed in range(NUM_ADAPTERS)]
+    # Every other one adapts few sites: what its slot's former tenant adapted must be gone.
+    some = [None, ["o_proj"]]
+    adapters = [
+        pack(work, blobs, CARD, seed=seed, rank=2 + 3 * seed, targets=some[seed % 2]) for seed in range(NUM_ADAPTERS)
+    ]
     config = PoolConfig(
         base=CARD.fingerprint,
         num_layers=CARD.num_layers,
