@@ -1,0 +1,209 @@
+"""Deltas over a real link from a real pool equal the adapters' own matrices, and the coupled mode's, at every site."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from infinilora.engine.lora.choose import Group
+from infinilora.engine.lora.grouplink import Identity as EngineIdentity
+from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LoraBackend, Routing
+from infinilora.engine.lora.local import LocalLora
+from infinilora.engine.lora.remote import RemoteLora
+from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.link.open import LinkSettings, Opener
+from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
+from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.protocol.adapter import MOE_SITES, BaseCard, Site
+from infinilora.protocol.ids import Digest
+from infinilora.runtime import rpc
+from infinilora.runtime.blobs import DirectoryBlobs
+from infinilora.runtime.rpc import Channels
+from infinilora.runtime.service import Service
+from infinilora.runtime.telemetry import Telemetry
+from support.cards import tiny_cards
+from support.pools import Packed, pack
+from support.waiting import eventually
+
+COUNTS = (3, 40, 1)
+BASE_ROWS = 2
+TOPK = 2
+
+
+@dataclass
+class Case:
+    """A family, adapters of several ranks and targets, and where their packed files are."""
+
+    card: BaseCard
+    blobs: DirectoryBlobs
+    adapters: list[Packed]
+    work: Path
+
+    def pool(self, name: str) -> AdapterPool:
+        config = PoolConfig(
+            base=self.card.fingerprint,
+            num_layers=self.card.num_layers,
+            capacity_bytes=8 << 20,
+            num_slots=8,
+            cache_dir=self.work / name,
+            cache_bytes=8 << 20,
+        )
+        kernels = SlotKernels(num_slots=8, num_layers=self.card.num_layers + 1)
+        return AdapterPool(config, self.blobs, kernels, on_death=_die)
+
+
+def _die(error: BaseException) -> None:
+    raise error
+
+
+@pytest.fixture(params=sorted(tiny_cards()))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    card, blobs = tiny_cards()[request.param], DirectoryBlobs(tmp_path / "store")
+    attention = ["q_proj", "v_proj"]
+    adapters = [
+        pack(tmp_path, blobs, card, seed=1, rank=4),
+        pack(tmp_path, blobs, card, seed=2, rank=16, targets=attention),
+        pack(tmp_path, blobs, card, seed=3, rank=8, dtype="BF16"),
+    ]
+    return Case(card, blobs, adapters, tmp_path)
+
+
+@asynccontextmanager
+async def remote(case: Case, service: Service, backend: str) -> AsyncIterator[RemoteLora]:
+    """A LoRA server's door, pool and serving threads in this process, and an engine's back-end linked to it."""
+    directory = case.work if backend == "shm" else None
+    link = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192)
+    pool, opener = case.pool("remote"), Opener(link)
+    server = LoraServer(Identity("g", case.card.fingerprint), pool, opener, service, traces=Telemetry())
+    identity = EngineIdentity(
+        engine_id="e", incarnation="1", base=case.card.fingerprint, dtype="F32", max_rows=sum(COUNTS) + BASE_ROWS
+    )
+    async with rpc.serving("127.0.0.1:0", [(SERVICE, server)], grace_s=0.5) as listening, Channels() as channels:
+        lora = RemoteLora(case.card, identity, channels=channels, link=link, on_change=lambda: None)
+        running = service.spawn(lora.run(), "links")
+        lora.update_groups([Group(name="g", address=listening.address, incarnation="i")])
+        await eventually(lambda: lora.open_links == {"g": backend}, "the link is open")
+        yield lora
+        lora.close()
+        running.cancel()
+        await eventually(lambda: not server.sessions, "the server saw the end of the link")
+    opener.close()
+    pool.check_idle()
+    pool.close()
+
+
+def is_resident(lora: LoraBackend, digest: Digest) -> bool:
+    return lora.view(digest).status is LeaseStatus.RESIDENT
+
+
+async def rows_of(lora: LoraBackend, case: Case) -> list[AdapterRows]:
+    rows, at = [], 0
+    for packed, count in zip(case.adapters, COUNTS, strict=True):
+        lora.want(packed.digest)
+        digest = packed.digest
+        await eventually(partial(is_resident, lora, digest), "the adapter is resident")
+        lease = lora.view(digest).lease
+        assert lease is not None
+        rows.append(AdapterRows(at, count, lease))
+        at += count
+    # As the runner orders them: by slot. Here slots follow the order of arrival.
+    return rows
+
+
+def inputs(case: Case, site: Site, in_dim: int) -> tuple[Tensor, Routing | None]:
+    rows = sum(COUNTS) + BASE_ROWS
+    dice = torch.Generator().manual_seed(int(site))
+    if site not in MOE_SITES:
+        return torch.randn(rows, in_dim, generator=dice), None
+    experts = next(s.num_experts for s in case.card.sites if s.site == site)
+    ids = torch.rand(rows, experts, generator=dice).argsort(1)[:, :TOPK].to(torch.int32)
+    routing = Routing(ids, torch.rand(rows, TOPK, generator=dice))
+    shape = (rows, TOPK, in_dim) if site is Site.MOE_DOWN else (rows, in_dim)
+    return torch.randn(*shape, generator=dice), routing
+
+
+def wanted(packed: Packed, layer: int, site: Site, x: Tensor, routing: Routing | None) -> np.ndarray:
+    """The definition, in float64."""
+    if routing is None:
+        return packed.delta(layer, site, x.numpy())
+    parts = packed.card.geometry()[layer, site].parts
+    rows = []
+    for t in range(x.shape[0]):
+        outs = []
+        for j, expert in enumerate(routing.topk_ids[t].tolist()):
+            row = (x[t, j] if site is Site.MOE_DOWN else x[t]).double().numpy()
+            none = [np.zeros((p.out_dim, row.shape[0])) for p in parts]
+            named = [
+                packed.deltas.get(p.module.replace("{expert}", str(expert)), z)
+                for p, z in zip(parts, none, strict=True)
+            ]
+            outs.append(np.concatenate(named) @ row)
+        weights = routing.topk_weights[t].double().numpy()
+        rows.append(weights @ np.stack(outs) if site is Site.MOE_DOWN else np.stack(outs))
+    return np.stack(rows)
+
+
+async def every_site(lora: LoraBackend, case: Case, check: Callable[[int, Site, Tensor], None]) -> None:
+    """Run each site of each layer once as one step, and show what was added to zeros."""
+    plan = lora.begin(await rows_of(lora, case))
+    assert plan is not None
+    for geometry in case.card.sites:
+        layer, site = geometry.layer, geometry.site
+        x, routing = inputs(case, site, geometry.in_dim)
+        y = torch.zeros(x.shape[0], *((TOPK,) if site is Site.MOE_GATE_UP else ()), geometry.out_dim)
+        await asyncio.to_thread(lora.add, lora.submit(plan, layer, site, x, routing), y)
+        check(layer, site, y)
+    lora.end(plan)
+    for packed in case.adapters:
+        lora.drop(packed.digest)
+    lora.check()
+
+
+def is_right(case: Case, layer: int, site: Site, y: Tensor) -> None:
+    x, routing = inputs(case, site, case.card.geometry()[layer, site].in_dim)
+    at = 0
+    for packed, count in zip(case.adapters, COUNTS, strict=True):
+        rows = slice(at, at + count)
+        part = None if routing is None else Routing(routing.topk_ids[rows], routing.topk_weights[rows])
+        delta = wanted(packed, layer, site, x[rows], part)
+        np.testing.assert_allclose(y[rows].numpy(), delta, rtol=5e-4, atol=5e-5, err_msg=f"{layer} {site.label}")
+        at += count
+    assert not y[at:].any(), "base rows get nothing"
+
+
+@asynccontextmanager
+async def living() -> AsyncIterator[Service]:
+    """A service without its process: `live` would end this one by its watchdog."""
+    service = Service("test")
+    async with service._group:
+        yield service
+        for task in service._tasks:
+            task.cancel()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_remote_deltas_are_the_adapters_own(case: Case, backend: str) -> None:
+    seen: dict[tuple[int, Site], Tensor] = {}
+
+    async with living() as service, remote(case, service, backend) as lora:
+        await every_site(lora, case, lambda layer, site, y: seen.update({(layer, site): y}))
+    assert len(seen) == len(case.card.sites)
+    for (layer, site), y in seen.items():
+        is_right(case, layer, site, y)
+    assert max(float(y.abs().max()) for y in seen.values()) > 0.01, "the adapters do move something"
+
+
+async def test_the_coupled_mode_adds_the_same(case: Case) -> None:
+    pool = case.pool("local")
+    lora = LocalLora(pool, lambda: None)
+    await every_site(lora, case, lambda layer, site, y: is_right(case, layer, site, y))
+    lora.close()
+    pool.check_idle()
+    pool.close()
