@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from support.oracle import ATTENTION, write_adapter
 from support.otlp import collecting
 from support.stacks import StackFactory
