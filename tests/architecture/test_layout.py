@@ -21,7 +21,8 @@ PURE = (
     "infinilora.gateway.scores",
     "infinilora.coordinator.heat",
     "infinilora.coordinator.placement",
-    "infinilora.coordinator.membership",
+    "infinilora.coordinator.hints",
+    "infinilora.runtime.membership",
 )
 
 
