@@ -24,6 +24,11 @@ FAULT = 0.05
 """Another adapter's delta differs by about 1; ours by rounding only."""
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(12)
+
+
 @pytest.fixture(params=["portable", "avx2", "avx512"])
 def level(request: pytest.FixtureRequest) -> Iterator[int]:
     """Every instruction set that this processor has; a stronger one falls back to the strongest there is."""

@@ -77,6 +77,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "il_set_spin": (None, (_I64,)),
     "il_limit_level": (c_int, (c_int,)),
     "il_level": (c_int, ()),
+    "il_measure_read": (c_float, (_PTR, _I64)),
+    "il_measure_flops": (_I64, (_I64,)),
     "il_linear": (None, (_PTR, _I64, _PTR, _I32, _PTR, _PTR, _I64, _I32, _I32, _I32)),
     "il_lora_dense": (_I32, (_PTR, _PTR, _I64, _PTR, _I64)),
     "il_lora_moe_gate_up": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _I64)),

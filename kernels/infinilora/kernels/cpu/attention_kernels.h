@@ -30,11 +30,11 @@ IL_INLINE vf scores_of(const float* q, const float* const* k, int head_dim) {
   int d = 0;
   for (; d + kW <= head_dim; d += kW) {
     vf qv = load(q + d);
-    for (int p = 0; p < kW; ++p) dots[p] += qv * load(k[p] + d);
+    IL_UNROLL for (int p = 0; p < kW; ++p) dots[p] += qv * load(k[p] + d);
   }
   if (int left = head_dim - d; left > 0) {
     vf qv = load_first(q + d, left);
-    for (int p = 0; p < kW; ++p) dots[p] += qv * load_first(k[p] + d, left);
+    IL_UNROLL for (int p = 0; p < kW; ++p) dots[p] += qv * load_first(k[p] + d, left);
   }
   sum_each(dots);
   return dots[0];
@@ -58,16 +58,16 @@ IL_INLINE void softmax_tile(QueryState& state, vf scores, int visible) {
 template <int Queries, int Vecs>
 IL_INLINE void add_values(QueryState* state, const float* const* v, int positions, int d) {
   vf out[Queries][Vecs];
-  for (int i = 0; i < Queries; ++i)
-    for (int j = 0; j < Vecs; ++j) out[i][j] = load(state[i].out + d + j * kW) * state[i].keep;
+  IL_UNROLL for (int i = 0; i < Queries; ++i)
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) out[i][j] = load(state[i].out + d + j * kW) * state[i].keep;
   for (int p = 0; p < positions; ++p) {
     vf value[Vecs];
-    for (int j = 0; j < Vecs; ++j) value[j] = load(v[p] + d + j * kW);
-    for (int i = 0; i < Queries; ++i)
-      for (int j = 0; j < Vecs; ++j) out[i][j] += splat(state[i].p[p]) * value[j];
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) value[j] = load(v[p] + d + j * kW);
+    IL_UNROLL for (int i = 0; i < Queries; ++i)
+      IL_UNROLL for (int j = 0; j < Vecs; ++j) out[i][j] += splat(state[i].p[p]) * value[j];
   }
-  for (int i = 0; i < Queries; ++i)
-    for (int j = 0; j < Vecs; ++j) store(state[i].out + d + j * kW, out[i][j]);
+  IL_UNROLL for (int i = 0; i < Queries; ++i)
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) store(state[i].out + d + j * kW, out[i][j]);
 }
 
 template <int Queries>
@@ -76,7 +76,7 @@ IL_INLINE void values_tile(QueryState* state, const float* const* v, int positio
   for (; d + 4 * kW <= head_dim; d += 4 * kW) add_values<Queries, 4>(state, v, positions, d);
   for (; d + kW <= head_dim; d += kW) add_values<Queries, 1>(state, v, positions, d);
   for (; d < head_dim; ++d)
-    for (int i = 0; i < Queries; ++i) {
+    IL_UNROLL for (int i = 0; i < Queries; ++i) {
       float out = state[i].out[d] * state[i].keep;
       for (int p = 0; p < positions; ++p) out += state[i].p[p] * v[p][d];
       state[i].out[d] = out;
@@ -99,7 +99,7 @@ void attention(const AttentionChunk& c) {
   for (int start = 0; start < end; start += kW) {
     int positions = end - start < kW ? end - start : kW;
     const float *k[kW], *v[kW];
-    for (int p = 0; p < kW; ++p) {
+    IL_UNROLL for (int p = 0; p < kW; ++p) {
       int position = start + (p < positions ? p : 0);
       int64_t block = c.block_table[position / c.block_size];
       int64_t at = block * c.block_stride + position % c.block_size * c.position_stride;

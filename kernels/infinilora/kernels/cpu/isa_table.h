@@ -3,6 +3,7 @@
 
 #include "attention_kernels.h"
 #include "elementwise_kernels.h"
+#include "limit_kernels.h"
 #include "linear_kernels.h"
 #include "lora_kernels.h"
 
@@ -18,5 +19,8 @@
       .rms_norm = rms_norm,                                    \
       .silu_mul = silu_mul,                                    \
       .rope = rope,                                            \
+      .read_all = read_all,                                    \
+      .multiply_add = multiply_add,                            \
+      .multiply_add_flops = multiply_add_flops,                \
   };                                                           \
   }

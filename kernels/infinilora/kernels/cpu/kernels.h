@@ -71,6 +71,9 @@ struct Kernels {
   void (*rms_norm)(const float* x, float* residual, const float* weight, float eps, float* y, int n);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*rope)(float* head, const float* cos, const float* sin, int half);
+  float (*read_all)(const float* x, int64_t n);
+  float (*multiply_add)(int64_t steps, float by);
+  int64_t (*multiply_add_flops)(int64_t steps);
 };
 
 // The strongest set of this processor, no stronger than the limit.

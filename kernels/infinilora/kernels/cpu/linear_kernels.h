@@ -13,6 +13,8 @@ namespace il {
 namespace {
 
 constexpr int kVecs = kPanel / kW;  // vectors in a row of a panel
+constexpr int kRun = 512;           // steps of a panel that all rows pass over before the next ones
+constexpr int kAhead = 32;          // steps: how far ahead weights are fetched that are read once only
 
 // Rows in registers at once: kVecs * rows accumulators, and room for a weight and an activation.
 #if defined(__AVX512F__)
@@ -26,85 +28,106 @@ constexpr int kMaxRows = 1;
 #endif
 
 IL_INLINE void load_panel_row(const float* w, vf* to) {
-  for (int j = 0; j < kVecs; ++j) to[j] = load(w + j * kW);
+  IL_UNROLL for (int j = 0; j < kVecs; ++j) to[j] = load(w + j * kW);
 }
 
 IL_INLINE void load_panel_row(const bf16* w, vf* to) {
-  for (int j = 0; j < kVecs / 2; ++j) {
+  IL_UNROLL for (int j = 0; j < kVecs / 2; ++j) {
     vu words = load_as<vu>(w + 2 * j * kW);
     to[j] = from_bits(words << 16);
     to[j + kVecs / 2] = from_bits(words & 0xffff0000u);
   }
 }
 
+// Some steps of a panel, and where the weights lie that will be wanted next: line i of them is fetched at step i.
+template <class W>
+struct Steps {
+  const W* w;
+  int first, count;
+  const char* next;
+};
+
 template <class W, int Rows>
-void linear_block(const float* x, int64_t x_stride, const W* w, int in, vf (*acc)[kVecs]) {
+IL_INLINE void linear_block(const float* x, int64_t x_stride, const Steps<W>& s, vf (*acc)[kVecs]) {
   // Few rows: several steps at once, each into sums of its own, so that no addition waits for the one before.
-  constexpr int kSteps = Rows * kVecs >= 8 ? 1 : 8 / (Rows * kVecs);
-  vf sums[kSteps][Rows][kVecs] = {};
+  constexpr int kUnroll = Rows * kVecs >= 8 ? 1 : 8 / (Rows * kVecs);
+  vf sums[kUnroll][Rows][kVecs] = {};
+  IL_UNROLL for (int r = 0; r < Rows; ++r)
+    IL_UNROLL for (int j = 0; j < kVecs; ++j) sums[0][r][j] = acc[r][j];
   int k = 0;
-  for (; k + kSteps <= in; k += kSteps) {
-    for (int s = 0; s < kSteps; ++s) {
+  for (; k + kUnroll <= s.count; k += kUnroll) {
+    IL_UNROLL for (int u = 0; u < kUnroll; ++u) {
       vf row[kVecs];
-      load_panel_row(w + (k + s) * kPanel, row);
-      __builtin_prefetch(w + (k + s) * kPanel + 2048 / sizeof(W));
-      for (int r = 0; r < Rows; ++r) {
-        vf xv = splat(x[r * x_stride + k + s]);
-        for (int j = 0; j < kVecs; ++j) sums[s][r][j] += xv * row[j];
+      load_panel_row(s.w + (k + u) * kPanel, row);
+      __builtin_prefetch(s.next + (k + u) * 64);
+      IL_UNROLL for (int r = 0; r < Rows; ++r) {
+        vf xv = splat(x[r * x_stride + k + u]);
+        IL_UNROLL for (int j = 0; j < kVecs; ++j) sums[u][r][j] += xv * row[j];
       }
     }
   }
-  for (; k < in; ++k) {
+  for (; k < s.count; ++k) {
     vf row[kVecs];
-    load_panel_row(w + k * kPanel, row);
-    for (int r = 0; r < Rows; ++r)
-      for (int j = 0; j < kVecs; ++j) sums[0][r][j] += splat(x[r * x_stride + k]) * row[j];
+    load_panel_row(s.w + k * kPanel, row);
+    IL_UNROLL for (int r = 0; r < Rows; ++r)
+      IL_UNROLL for (int j = 0; j < kVecs; ++j) sums[0][r][j] += splat(x[r * x_stride + k]) * row[j];
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < kVecs; ++j) {
+  IL_UNROLL for (int r = 0; r < Rows; ++r)
+    IL_UNROLL for (int j = 0; j < kVecs; ++j) {
       acc[r][j] = sums[0][r][j];
-      for (int s = 1; s < kSteps; ++s) acc[r][j] += sums[s][r][j];
+      IL_UNROLL for (int u = 1; u < kUnroll; ++u) acc[r][j] += sums[u][r][j];
     }
 }
 
-IL_INLINE void store_block(const LinearChunk& c, int row, int rows, int column, vf (*acc)[kVecs]) {
-  int columns = c.out - column < kPanel ? c.out - column : kPanel;
-  for (int r = 0; r < rows; ++r) {
-    alignas(64) float whole[kPanel];
-    float* y = c.y + (row + r) * c.y_stride + column;
-    float* to = columns == kPanel ? y : whole;
-    for (int j = 0; j < kVecs; ++j) {
-      vf v = acc[r][j];
-      if (c.bias != nullptr) {
-        int left = columns - j * kW;
-        if (left >= kW) v += load(c.bias + column + j * kW);
-        else if (left > 0) v += load_first(c.bias + column + j * kW, left);
-      }
-      store(to + j * kW, v);
-    }
-    if (to == whole) memcpy(y, whole, static_cast<size_t>(columns) * sizeof(float));
+// The sums of one row of a panel so far: what was stored, or the bias at the beginning.
+IL_INLINE void start_row(const LinearChunk& c, const float* y, int column, int columns, bool is_first, vf* acc) {
+  const float* from = is_first ? (c.bias == nullptr ? nullptr : c.bias + column) : y;
+  IL_UNROLL for (int j = 0; j < kVecs; ++j) {
+    int left = columns - j * kW;
+    if (from == nullptr || left <= 0) acc[j] = vf{};
+    else acc[j] = left >= kW ? load(from + j * kW) : load_first(from + j * kW, left);
+  }
+}
+
+IL_INLINE void store_row(float* y, int columns, const vf* acc) {
+  IL_UNROLL for (int j = 0; j < kVecs; ++j) {
+    int left = columns - j * kW;
+    if (left >= kW) store(y + j * kW, acc[j]);
+    else if (left > 0) store_first(y + j * kW, acc[j], left);
   }
 }
 
 template <class W, int Rows = kMaxRows>
-IL_INLINE void linear_rows(const LinearChunk& c, int row, int rows, const W* w, int column) {
+void linear_rows(const LinearChunk& c, int row, int rows, int column, const Steps<W>& s) {
   if constexpr (Rows > 1) {
-    if (rows < Rows) return linear_rows<W, Rows - 1>(c, row, rows, w, column);
+    if (rows < Rows) return linear_rows<W, Rows - 1>(c, row, rows, column, s);
   }
   vf acc[Rows][kVecs];
-  linear_block<W, Rows>(c.x + row * c.x_stride, c.x_stride, w, c.in, acc);
-  store_block(c, row, Rows, column, acc);
+  float* y = c.y + row * c.y_stride + column;
+  int columns = c.out - column < kPanel ? c.out - column : kPanel;
+  IL_UNROLL for (int r = 0; r < Rows; ++r) start_row(c, y + r * c.y_stride, column, columns, s.first == 0, acc[r]);
+  linear_block<W, Rows>(c.x + row * c.x_stride + s.first, c.x_stride, s, acc);
+  IL_UNROLL for (int r = 0; r < Rows; ++r) store_row(y + r * c.y_stride, columns, acc[r]);
 }
 
+// A run of steps short enough that its weights stay near while all row blocks pass over them; meanwhile the
+// next run's are fetched, so that memory and arithmetic overlap.
 template <class W>
 void linear(const LinearChunk& c) {
+  constexpr int kLines = kPanel * sizeof(W) / 64;  // in a step
   int blocks = (c.rows + kMaxRows - 1) / kMaxRows;
+  const W* packed = static_cast<const W*>(c.packed);
   for (int panel = c.panel; panel < c.panel + c.panels; ++panel) {
-    const W* w = static_cast<const W*>(c.packed) + static_cast<int64_t>(panel) * c.in * kPanel;
-    for (int b = 0, row = c.row; b < blocks; ++b) {  // blocks of nearly equal height
-      int rows = (c.row + c.rows - row) / (blocks - b);
-      linear_rows(c, row, rows, w, panel * kPanel);
-      row += rows;
+    for (int first = 0; first < c.in; first += kRun) {
+      int count = c.in - first < kRun ? c.in - first : kRun;
+      const W* w = packed + (static_cast<int64_t>(panel) * c.in + first) * kPanel;
+      for (int b = 0, row = c.row; b < blocks; ++b) {  // blocks of nearly equal height
+        int rows = (c.row + c.rows - row) / (blocks - b);
+        auto* next = reinterpret_cast<const char*>(w + (blocks == 1 ? kAhead : count) * kPanel);
+        if (blocks > 1 && b < kLines) next += static_cast<int64_t>(b) * count * 64;
+        linear_rows<W>(c, row, rows, panel * kPanel, {w, first, count, next});
+        row += rows;
+      }
     }
   }
 }

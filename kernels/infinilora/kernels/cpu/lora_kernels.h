@@ -29,20 +29,20 @@ void shrink_block(const float* const* x, const W* a, int in, float* v, int64_t v
   int k = 0;
   for (; k + kW <= in; k += kW) {
     vf xv[Rows];
-    for (int i = 0; i < Rows; ++i) xv[i] = load(x[i] + k);
-    for (int r = 0; r < Ranks; ++r) {
+    IL_UNROLL for (int i = 0; i < Rows; ++i) xv[i] = load(x[i] + k);
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) {
       vf av = load(a + static_cast<int64_t>(r) * in + k);
-      for (int i = 0; i < Rows; ++i) sums[i][r] += xv[i] * av;
+      IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += xv[i] * av;
     }
   }
   if (k < in) {
-    for (int r = 0; r < Ranks; ++r) {
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) {
       vf av = load_first(a + static_cast<int64_t>(r) * in + k, in - k);
-      for (int i = 0; i < Rows; ++i) sums[i][r] += load_first(x[i] + k, in - k) * av;
+      IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += load_first(x[i] + k, in - k) * av;
     }
   }
-  for (int i = 0; i < Rows; ++i)
-    for (int r = 0; r < Ranks; ++r) v[i * v_stride + r] = sum(sums[i][r]);
+  IL_UNROLL for (int i = 0; i < Rows; ++i)
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) v[i * v_stride + r] = sum(sums[i][r]);
 }
 
 template <class W, int Rows>
@@ -73,24 +73,24 @@ void add_ranks(const ExpandChunk& c, int row, int rank, bool accumulate) {
   const W* bt = static_cast<const W*>(c.bt) + rank * c.bt_stride + c.column;
   vf scale[Rows][Ranks];
   float* out[Rows];
-  for (int i = 0; i < Rows; ++i) {
+  IL_UNROLL for (int i = 0; i < Rows; ++i) {
     out[i] = c.out[row + i] + c.out_offset + c.column;
-    for (int r = 0; r < Ranks; ++r) scale[i][r] = splat(c.v[(row + i) * c.v_stride + rank + r]);
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) scale[i][r] = splat(c.v[(row + i) * c.v_stride + rank + r]);
   }
   int n = 0;
   for (; n + kW <= c.columns; n += kW) {
     vf b[Ranks];
-    for (int r = 0; r < Ranks; ++r) b[r] = load(bt + r * c.bt_stride + n);
-    for (int i = 0; i < Rows; ++i) {
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) b[r] = load(bt + r * c.bt_stride + n);
+    IL_UNROLL for (int i = 0; i < Rows; ++i) {
       vf y = accumulate ? load(out[i] + n) : vf{};
-      for (int r = 0; r < Ranks; ++r) y += scale[i][r] * b[r];
+      IL_UNROLL for (int r = 0; r < Ranks; ++r) y += scale[i][r] * b[r];
       store(out[i] + n, y);
     }
   }
   if (int left = c.columns - n; left > 0) {
-    for (int i = 0; i < Rows; ++i) {
+    IL_UNROLL for (int i = 0; i < Rows; ++i) {
       vf y = accumulate ? load_first(out[i] + n, left) : vf{};
-      for (int r = 0; r < Ranks; ++r) y += scale[i][r] * load_first(bt + r * c.bt_stride + n, left);
+      IL_UNROLL for (int r = 0; r < Ranks; ++r) y += scale[i][r] * load_first(bt + r * c.bt_stride + n, left);
       store_first(out[i] + n, y, left);
     }
   }
@@ -110,20 +110,20 @@ void expand_tile(const ExpandChunk& c, int row, int n) {
   const W* bt = static_cast<const W*>(c.bt) + c.column + n;
   vf sums[Rows][Vecs];
   float* out[Rows];
-  for (int i = 0; i < Rows; ++i) {
+  IL_UNROLL for (int i = 0; i < Rows; ++i) {
     out[i] = c.out[row + i] + c.out_offset + c.column + n;
-    for (int j = 0; j < Vecs; ++j) sums[i][j] = c.accumulate ? load(out[i] + j * kW) : vf{};
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) sums[i][j] = c.accumulate ? load(out[i] + j * kW) : vf{};
   }
   for (int r = 0; r < c.rank; ++r) {
     vf b[Vecs];
-    for (int j = 0; j < Vecs; ++j) b[j] = load(bt + r * c.bt_stride + j * kW);
-    for (int i = 0; i < Rows; ++i) {
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) b[j] = load(bt + r * c.bt_stride + j * kW);
+    IL_UNROLL for (int i = 0; i < Rows; ++i) {
       vf scale = splat(c.v[(row + i) * c.v_stride + r]);
-      for (int j = 0; j < Vecs; ++j) sums[i][j] += scale * b[j];
+      IL_UNROLL for (int j = 0; j < Vecs; ++j) sums[i][j] += scale * b[j];
     }
   }
-  for (int i = 0; i < Rows; ++i)
-    for (int j = 0; j < Vecs; ++j) store(out[i] + j * kW, sums[i][j]);
+  IL_UNROLL for (int i = 0; i < Rows; ++i)
+    IL_UNROLL for (int j = 0; j < Vecs; ++j) store(out[i] + j * kW, sums[i][j]);
 }
 
 template <class W>

@@ -27,6 +27,13 @@ typedef uint16_t vh __attribute__((vector_size(kW * 2)));
 
 #define IL_INLINE inline __attribute__((always_inline))
 
+// Before each loop over registers: unrolled whole, or its arrays end up in memory.
+#if defined(__clang__)
+#define IL_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define IL_UNROLL _Pragma("GCC unroll 64")
+#endif
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
@@ -125,7 +132,7 @@ struct Halves {
 // v[0][i] = the sum of v[i], for i < kW; destroys the others. A tree: three instructions for each vector.
 template <int Count = kW>
 IL_INLINE void sum_each(vf* v) {
-  for (int i = 0; i < Count / 2; ++i) {
+  IL_UNROLL for (int i = 0; i < Count / 2; ++i) {
     vf a = v[i], b = v[i + Count / 2];
     v[i] = shuffle(a, b, Halves<Count, false>{}, Lanes{}) + shuffle(a, b, Halves<Count, true>{}, Lanes{});
   }
