@@ -14,6 +14,7 @@ from infinilora.link.ends import Call, EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Kind
 from infinilora.link.layout import attach_ring_file, create_ring_file
+from infinilora.link.listener import TcpListener
 from infinilora.protocol.errors import AdapterFailed
 
 KINDS = ("native-native", "native-python", "python-native", "python-python", "tcp")
@@ -83,7 +84,7 @@ def ends(
 ) -> Iterator[tuple[EngineEnd, ServerEnd]]:
     """Both ends of a new link; closed at the end of the block."""
     if kind == "tcp":
-        listener = tcp.TcpListener("127.0.0.1", 0)
+        listener = TcpListener("127.0.0.1", 0)
         listener.expect(SECRET)
         sock = tcp.connect(listener.host, listener.port, SECRET, timeout_s=5)
         engine = EngineEnd(tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes))

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from infinilora.link import shm
-from infinilora.link.ends import EngineEnd, Ticket
+from infinilora.link.ends import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.frame import PlanSegment
 from infinilora.link.layout import attach_ring_file
 from infinilora.link.open import LinkSettings, attach
+from infinilora.link.ports import Ticket
 
 PEER = Path(__file__).parents[2] / "support" / "link_peer.py"
 DEADLINE_S = 20.0

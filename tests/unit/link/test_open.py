@@ -1,3 +1,4 @@
+import os
 import socket
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import torch
 
 from infinilora.link import tcp
 from infinilora.link.errors import LinkClosed, LinkTimeout
+from infinilora.link.listener import TcpListener
 from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach
 from infinilora.protocol.errors import InvalidRequest
 from support.links import Answering, random_rows, rule
@@ -94,7 +96,7 @@ def test_a_cancelled_opening_leaves_no_file_and_no_secret(tmp_path: Path) -> Non
 
 
 def test_a_stranger_without_the_secret_gets_no_link() -> None:
-    listener = tcp.TcpListener("127.0.0.1", 0, opening_timeout_s=0.2)
+    listener = TcpListener("127.0.0.1", 0, opening_timeout_s=0.2)
     listener.expect(b"a" * 32)
     with (
         socket.create_connection((listener.host, listener.port)) as silent,
@@ -111,7 +113,7 @@ def test_a_stranger_without_the_secret_gets_no_link() -> None:
 
 
 def test_a_secret_opens_one_link_only() -> None:
-    listener = tcp.TcpListener("127.0.0.1", 0)
+    listener = TcpListener("127.0.0.1", 0)
     listener.expect(b"a" * 32)
     first = tcp.connect(listener.host, listener.port, b"a" * 32, timeout_s=5)
     taken = listener.take(b"a" * 32, 5)
@@ -129,3 +131,13 @@ def test_a_server_that_is_not_there_is_a_closed_link() -> None:
     chosen = {"backend": "tcp", "host": "127.0.0.1", "port": str(port), "num_buffers": "2", "buffer_bytes": "64"}
     with pytest.raises(LinkClosed, match="no LoRA server listens"):
         attach(chosen, bytes(32), _settings(None))
+
+
+def test_files_that_a_kill_left_behind_are_swept_and_young_ones_are_not(tmp_path: Path) -> None:
+    old, young, other = (tmp_path / name for name in ("ring-" + "0" * 32, "nonce-" + "1" * 32, "their-file"))
+    for path in (old, young, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (1.0, 1.0))
+    Opener(_settings(tmp_path))
+    assert sorted(tmp_path.iterdir()) == sorted([young, other])

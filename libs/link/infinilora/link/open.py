@@ -15,15 +15,20 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infinilora.link import shm, tcp
 from infinilora.link.ends import EngineEnd, ServerEnd
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
+from infinilora.link.listener import TcpListener
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 
 logger = logging.getLogger(__name__)
+
+STALE_S = 120.0
 
 Offer = dict[str, str]
 """`backend`, and what that back-end needs to be found: all strings, as the wire carries them."""
@@ -92,7 +97,9 @@ class Opener:
 
     def __init__(self, settings: LinkSettings) -> None:
         self._settings = settings
-        self._listener: tcp.TcpListener | None = None
+        self._listener: TcpListener | None = None
+        if settings.directory is not None:
+            _sweep(settings.directory)
 
     def choose(self, offers: Sequence[Mapping[str, str]]) -> Opening:
         """Prepare the first offer that works here; InvalidRequest when none does."""
@@ -138,7 +145,7 @@ class Opener:
     def _open_tcp(self, host: str) -> Opening:
         settings = self._settings
         if self._listener is None:
-            self._listener = tcp.TcpListener(host, settings.tcp_port)
+            self._listener = TcpListener(host, settings.tcp_port)
         listener = self._listener
         secret = secrets.token_bytes(SECRET_BYTES)
         listener.expect(secret)
@@ -184,3 +191,13 @@ def _ring_file(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings)
     if settings.directory is None or not _FILE_NAME.match(name):
         raise InvalidRequest(f"the LoRA server chose the link file {name[:80]!r}; wanted a ring-* file of ours")
     return attach_ring_file(settings.directory / name, secret)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove files of openings that a kill cut short. Those that succeed are unlinked within seconds."""
+    oldest = datetime.now(UTC).timestamp() - STALE_S
+    for path in directory.glob("*-*"):
+        with suppress(FileNotFoundError):  # another process sweeps too
+            if _FILE_NAME.match(path.name) and path.stat().st_mtime < oldest:
+                path.unlink()
+                logger.info("stale link file removed", extra={"path": str(path)})

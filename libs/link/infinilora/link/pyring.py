@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, checked, payload_at, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned, unpack_header
 from infinilora.link.layout import At, RingFile, State
+from infinilora.link.ports import Ticket, checked, payload_at, refusal
 from infinilora.protocol.errors import Internal
 
 POLL_S = 0.0001

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, checked, payload_at, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, HEADER_FORMAT, Header, Kind, unpack_header
 from infinilora.link.layout import At, RingFile, State
+from infinilora.link.ports import Ticket, checked, payload_at, refusal
 from infinilora.protocol.errors import Internal
 
 _TICKET = struct.Struct(HEADER_FORMAT + "8Q3Q4I")

@@ -6,10 +6,8 @@ full sockets cannot face each other. The server reads one frame, answers it, and
 engine reads whenever it waits.
 """
 
-import hmac
 import select
 import socket
-import threading
 import time
 import weakref
 from collections import deque
@@ -18,10 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from infinilora.link.ends import Ticket, checked, refusal
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import HEADER_BYTES, Header, Kind, aligned, unpack_header
-from infinilora.link.layout import SECRET_BYTES, Arena, State
+from infinilora.link.layout import Arena, State
+from infinilora.link.ports import Ticket, checked, refusal
 
 SEND_TIMEOUT_S = 30.0
 """A server that cannot write an answer for this long takes its engine for dead."""
@@ -317,80 +315,3 @@ def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> socket.
     tune(sock)
     sock.sendall(secret)
     return sock
-
-
-class TcpListener:
-    """Accepts the sockets of links, and gives each to whoever expects its secret. Owns one thread.
-
-    A connection that shows no expected secret within `opening_timeout_s` is closed.
-    """
-
-    def __init__(self, host: str, port: int, *, opening_timeout_s: float = 5.0) -> None:
-        self._sock = socket.create_server((host, port))
-        self.host, self.port = self._sock.getsockname()[:2]
-        self._opening_timeout_s = opening_timeout_s
-        self._changed = threading.Condition()
-        self._expected: dict[bytes, socket.socket | None] = {}
-        self._thread = threading.Thread(target=self._accept, name="link-listener", daemon=True)
-        self._thread.start()
-
-    def expect(self, secret: bytes) -> None:
-        with self._changed:
-            self._expected[secret] = None
-
-    def take(self, secret: bytes, timeout_s: float) -> socket.socket:
-        """Wait for the socket that showed the secret; nobody else can show it afterwards."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._expected.get(secret) is not None, timeout_s)
-            sock = self._expected.pop(secret, None)
-        if sock is None:
-            raise LinkTimeout(f"the engine did not open its link within {timeout_s:.1f} s")
-        return sock
-
-    def forget(self, secret: bytes) -> None:
-        with self._changed:
-            sock = self._expected.pop(secret, None)
-        if sock is not None:
-            sock.close()
-
-    def close(self) -> None:
-        """Stop accepting; links already given out live on."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        finally:
-            self._sock.close()
-        self._thread.join()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                return  # closed
-            opening = threading.Thread(target=self._admit, args=(sock,), name="link-opening", daemon=True)
-            opening.start()
-
-    def _admit(self, sock: socket.socket) -> None:
-        sock.settimeout(self._opening_timeout_s)
-        try:
-            shown = _read_secret(sock)
-        except OSError:
-            shown = b""
-        tune(sock)
-        with self._changed:
-            for secret, taken in self._expected.items():
-                if hmac.compare_digest(secret, shown) and taken is None:
-                    self._expected[secret] = sock
-                    self._changed.notify_all()
-                    return
-        sock.close()
-
-
-def _read_secret(sock: socket.socket) -> bytes:
-    shown = b""
-    while len(shown) < SECRET_BYTES:
-        part = sock.recv(SECRET_BYTES - len(shown))
-        if not part:
-            break
-        shown += part
-    return shown

@@ -34,7 +34,7 @@ from infinilora.engine.lora.interface import (
     Ticket,
 )
 from infinilora.engine.lora.layout import Layout, Span
-from infinilora.link import ends
+from infinilora.link import ports
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
 from infinilora.link.frame import NO_TRACE, PlanSegment
 from infinilora.link.open import LinkSettings
@@ -74,7 +74,7 @@ class _Part:
     span: Span
     rows: slice
     link: GroupLink | None
-    ticket: ends.Ticket | None
+    ticket: ports.Ticket | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,12 @@ class RemoteLora:
 
     async def _keep(self, name: str) -> None:
         backoff_s = FIRST_BACKOFF_S
+        address = ""
         while name in self._groups:
             group = self._groups[name]
+            if address not in ("", group.address):
+                await self._channels.forget(address)
+            address = group.address
             try:
                 async with open_link(self._channels, name, group.address, self._identity, self._link_settings) as link:
                     backoff_s = FIRST_BACKOFF_S
