@@ -156,7 +156,7 @@ class _Progress:
         self.failed.add(engine.key)
         self.error = error
         logger.info(
-            "sequence moves",
+            "sequence lost its engine",
             extra={
                 "request_id": self.job.request_id,
                 "engine_id": engine.id,
