@@ -33,7 +33,7 @@ def upcycled(dense: LlamaForCausalLM, directory: Path) -> MixtralForCausalLM:
     config.save_pretrained(directory)
     weights = {n: t for n, t in dense.state_dict().items() if n != "lm_head.weight"}
     save_file(
-        {n: t.contiguous() for n, t in demo.upcycle(weights, 4, lambda _: None).items()},
+        {n: t.contiguous() for n, t in demo.upcycle(weights, 4, lambda *_: None).items()},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -59,7 +59,7 @@ def test_the_router_chooses_by_token_and_not_always_the_same(tmp_path: Path) -> 
 
 def test_routers_are_drawn_from_a_fixed_seed() -> None:
     weights = {n: t for n, t in dense_model().state_dict().items() if n != "lm_head.weight"}
-    first, second = (demo.upcycle(weights, 4, lambda _: None) for _ in range(2))
+    first, second = (demo.upcycle(weights, 4, lambda *_: None) for _ in range(2))
     gate = "model.layers.1.block_sparse_moe.gate.weight"
     assert torch.equal(first[gate], second[gate])
     assert not torch.equal(first[gate], first[gate.replace(".1.", ".0.")])
@@ -69,10 +69,10 @@ def test_a_prepared_model_is_left_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "smollm2-135m"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    demo.prepare("smollm2-135m", out, lambda _: pytest.fail("there was nothing to do"))
+    demo.prepare("smollm2-135m", out, lambda *_: pytest.fail("there was nothing to do"))
     assert (out / "config.json").read_text() == "{}"
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="smollm2-135m, smollm2-moe"):
-        demo.prepare("gpt-5", tmp_path / "x", lambda _: None)
+        demo.prepare("gpt-5", tmp_path / "x", lambda *_: None)

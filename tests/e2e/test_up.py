@@ -1,0 +1,175 @@
+"""`infinilora up` as a person runs it: it serves, stops without a trace, and survives its own death."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infinilora.cli.home import Home
+from support.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+class Up:
+    """One `infinilora up` in a session of its own, as under a terminal."""
+
+    def __init__(self, var_dir: Path, model: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "infinilora.cli", "up", "--var-dir", str(var_dir), "--model", str(model)]
+        self.process = subprocess.Popen(
+            [*command, "--served-name", "tiny", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.said = ""
+
+    def read_until(self, pattern: str, *, within_s: float = 120) -> re.Match[str]:
+        """Read what it says until the pattern is in it."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + within_s
+        while not (found := re.search(pattern, self.said)):
+            left = deadline - time.monotonic()
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0, left))
+            assert readable, f"no {pattern!r} within {within_s} s:\n{self.said}"
+            piece = os.read(self.process.stdout.fileno(), 65_536)
+            assert piece, f"ended with status {self.process.wait()}:\n{self.said}"
+            self.said += piece.decode()
+        return found
+
+    def url(self) -> str:
+        return self.read_until(r"is serving tiny at (http://127\.0\.0\.1:\d+)").group(1)
+
+    def end(self, number: signal.Signals | None = None, *, within_s: float = 60) -> int:
+        if number:
+            self.process.send_signal(number)
+        said, _ = self.process.communicate(timeout=within_s)
+        self.said += said.decode()
+        return self.process.returncode
+
+
+class Ups:
+    """Starts them, and kills at the end what a failed test has left."""
+
+    def __init__(self) -> None:
+        self.started: list[Up] = []
+
+    def __call__(self, var_dir: Path, model: Path, *options: str) -> Up:
+        self.started.append(Up(var_dir, model, *options))
+        return self.started[-1]
+
+    def end(self) -> None:
+        for up in self.started:
+            if up.process.returncode is None:
+                up.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def ups() -> Iterator[Ups]:
+    starter = Ups()
+    yield starter
+    starter.end()
+
+
+def processes_of(var_dir: Path) -> dict[int, str]:
+    """Every living process whose environment or arguments name this directory."""
+    mark, found = str(var_dir).encode(), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                is_zombie = b") Z " in (entry / "stat").read_bytes()
+            except OSError:
+                continue
+            if mark in text and not is_zombie:
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def wait_until_gone(var_dir: Path, *, within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while left := processes_of(var_dir):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def complete(url: str) -> list[int]:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
+    answer.raise_for_status()
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model("llama", tmp_path / "tiny").directory
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_and_a_signal_ends_all_of_it(number: signal.Signals, ups: Ups, model: Path, tmp_path: Path) -> None:
+    up = ups(tmp_path / "var", model)
+    assert len(complete(up.url())) == 4
+    status = subprocess.run(
+        [sys.executable, "-m", "infinilora.cli", "status", "--json", "--var-dir", str(tmp_path / "var")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kinds = {member["kind"] for member in json.loads(status.stdout)["fleet"]["members"]}
+    assert kinds == {"coordinator", "engine", "gateway", "lora-server"}
+    assert up.end(number) == 0, up.said
+    assert processes_of(tmp_path / "var") == {}
+    assert not Home(tmp_path / "var").link_dir.exists()
+
+
+def test_killed_it_leaves_no_process_and_the_next_one_starts_over_what_it_left(
+    ups: Ups, model: Path, tmp_path: Path
+) -> None:
+    var_dir = tmp_path / "var"
+    first = ups(var_dir, model, "--lora", "local")
+    tokens = complete(first.url())
+    first.end(signal.SIGKILL)
+    wait_until_gone(var_dir)
+    second = ups(var_dir, model, "--lora", "local")
+    assert complete(second.url()) == tokens
+    assert second.end(signal.SIGTERM) == 0, second.said
+
+
+def test_a_second_one_in_the_same_directory_is_refused_and_the_first_serves_on(
+    ups: Ups, model: Path, tmp_path: Path
+) -> None:
+    var_dir = tmp_path / "var"
+    first = ups(var_dir, model, "--lora", "local")
+    url = first.url()
+    second = ups(var_dir, model)
+    assert second.end() == 1
+    assert f"conflict: {var_dir} is in use by process {first.process.pid}, serving {url}" in second.said
+    assert len(complete(url)) == 4
+    assert first.end(signal.SIGTERM) == 0, first.said
+
+
+def test_servers_of_ones_own_are_used_and_none_is_started(ups: Ups, model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    up = ups(tmp_path / "var", model, "--lora", "local", "--store", f"file://{store}")
+    assert len(complete(up.url())) == 4
+    assert list(store.glob("bases/*/card.json"))
+    assert not any("weed" in command for command in processes_of(tmp_path / "var").values())
+    assert up.end(signal.SIGINT) == 0, up.said
+
+
+def test_a_stop_during_the_start_ends_all_of_it(ups: Ups, model: Path, tmp_path: Path) -> None:
+    up = ups(tmp_path / "var", model)
+    up.read_until("NATS +ready")
+    assert up.end(signal.SIGINT) == 0, up.said
+    assert processes_of(tmp_path / "var") == {}
