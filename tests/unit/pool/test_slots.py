@@ -241,9 +241,9 @@ def test_room_in_too_many_pieces_pushes_out_one_more() -> None:
     assert isinstance(pool.table.decide(0.0), Place)
 
 
-NAMES = st.integers(0, 5).map(lambda i: Digest(f"d{i}"))
-HOLDERS = st.sampled_from(["e0", "e1", "e2"])
-SIZES = {Digest(f"d{i}"): size for i, size in enumerate((10, 20, 30, 50, 90, 120))}
+SIZES = {Digest(f"d{i}"): size for i, size in enumerate((20, 40, 60, 90))}
+NAMES = st.sampled_from(sorted(SIZES))
+HOLDERS = st.sampled_from(["e0", "e1"])
 
 
 class Life(RuleBasedStateMachine):
@@ -280,9 +280,11 @@ class Life(RuleBasedStateMachine):
                         del self.wants[holder, digest]
         raise AssertionError("decide never comes to rest")
 
-    @rule(holder=HOLDERS, digest=NAMES)
-    def lease(self, holder: str, digest: Digest) -> None:
+    @rule(holder=HOLDERS, digest=NAMES, is_size_known=st.booleans())
+    def lease(self, holder: str, digest: Digest, is_size_known: bool) -> None:
         slot = self.table.lease(holder, digest, self.now)
+        if is_size_known:
+            self.table.sized(digest, num_bytes=SIZES[digest], num_layers=LAYERS, now=self.now)
         if slot:
             self.wants.pop((holder, digest), None)
             self.leases[holder, digest] = (slot.index, slot.slot_generation)
@@ -312,6 +314,7 @@ class Life(RuleBasedStateMachine):
     @rule(digest=NAMES, count=st.integers(1, LAYERS))
     def layers_come(self, digest: Digest, count: int) -> None:
         if slot := self.table.slot_of(digest):
+            count = LAYERS if count > 1 else count
             self.table.layers_ready(slot.index, slot.slot_generation, count, self.now)
             self.settle()
 
@@ -385,5 +388,5 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
