@@ -137,7 +137,7 @@ def _finish(end: EngineEnd, traffic: Traffic) -> None:
     assert (end.in_flight, end.num_outstanding) == (0, 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_smallest_ring_never_stands_still(seed: int, tmp_path: Path) -> None:
     """One buffer each way: every chunk waits for the one before it."""
     with peer("native-native", tmp_path, seed=seed, num_buffers=1, buffer_bytes=1024) as other:
