@@ -12,7 +12,7 @@ from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
 from support.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PROMPT = [5, 77, 12, 3, 99, 41, 8, 120]
 LONG = 8000

@@ -12,7 +12,7 @@ from support.oracle import ATTENTION, MLP, Oracle, write_adapter
 from support.stacks import StackFactory
 from support.tiny_models import DENSE, MOE, make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 LOGPROB_BOUND = 1e-3
 TEACHER_FORCED_BOUND = 2e-3
