@@ -32,6 +32,9 @@ using namespace elements;
 
 constexpr uint64_t kRingsAt = 4096;
 constexpr uint64_t kAlign = 64;
+constexpr int64_t kShortSpinNs = 5'000;     // before any yield; and all the spinning there is on a crowded core
+constexpr int64_t kLongYieldNs = 50'000;    // a yield that took so long gave the core to somebody who keeps it
+constexpr uint32_t kCrowdedWaits = 64;      // for so many waits: a sleeper is woken sooner than a yielder gets its turn
 constexpr int64_t kSleepSliceNs = 20'000'000;  // a lost wake-up (a peer without this library) costs at most this
 
 enum Status : int { kOk = 0, kTimeout = 1, kClosed = 2, kRefused = 3, kBlocked = 4, kCorrupt = 5 };
@@ -80,6 +83,7 @@ struct Rings {
   FileHeader* file;
   uint64_t n, stride, capacity;
   int64_t spin_ns;
+  uint32_t crowded;  // waits to come that shall sleep early: other threads want this core
 
   void open(char* at, int64_t spin) {
     base = at;
@@ -134,11 +138,19 @@ void wake_if_waiting(Signals& end) {
 
 bool is_shut(const Signals& end) { return load(&end.state) >= kShut; }
 
+// Let others have the core, as long as they give it back soon. On an idle core a yield costs nothing and the
+// waiter stays awake; on a crowded one a yielder waits for a whole time slice, and a sleeper is woken at once.
+void yield(Rings& r, int64_t now) {
+  sched_yield();
+  if (now_ns() - now > kLongYieldNs) r.crowded = kCrowdedWaits;
+}
+
 // Wait until ready(): spin, then sleep on `mine`. What arrived before a close is still delivered.
 template <class Ready> Status await(Rings& r, Signals& mine, Signals& peer, int64_t deadline, Ready ready) {
   if (ready()) return kOk;
   const int64_t start = now_ns();
-  for (int turn = 0;; ++turn) {
+  if (r.crowded) --r.crowded;
+  for (;;) {
     for (int i = 0; i < 16; ++i) {
       if (ready()) return kOk;
       relax();
@@ -146,8 +158,8 @@ template <class Ready> Status await(Rings& r, Signals& mine, Signals& peer, int6
     if (is_shut(mine) || is_shut(peer)) return ready() ? kOk : kClosed;
     const int64_t now = now_ns();
     if (now >= deadline) return kTimeout;
-    if (now - start < r.spin_ns) {
-      if (turn > 4) sched_yield();  // a peer that shares this core gets it
+    if (now - start < (r.crowded ? kShortSpinNs : r.spin_ns)) {
+      if (now - start >= kShortSpinNs) yield(r, now);
       continue;
     }
     __atomic_store_n(&mine.waiting, 1u, __ATOMIC_SEQ_CST);
