@@ -30,6 +30,7 @@ struct ShrinkChunk {
   int64_t v_stride;
   int32_t in;
   int32_t rows, rank, ranks;
+  const void* next;       // what will be read after this: its first bytes are fetched in time
 };
 
 // out[i, c] (+)= sum over ranks of v[i, rank] * bt[rank, c], for rows [0, rows), c in [column, column + columns).

@@ -11,7 +11,10 @@ namespace {
 float read_all(const float* x, int64_t n) {
   vf sums[8] = {};
   for (int64_t i = 0; i + 8 * kW <= n; i += 8 * kW)
-    IL_UNROLL for (int j = 0; j < 8; ++j) sums[j] += load(x + i + j * kW);
+    IL_UNROLL for (int j = 0; j < 8; ++j) {
+      sums[j] += load(x + i + j * kW);
+      __builtin_prefetch(x + i + j * kW + 1024);
+    }
   IL_UNROLL for (int j = 1; j < 8; ++j) sums[0] += sums[j];
   return sum(sums[0]);
 }

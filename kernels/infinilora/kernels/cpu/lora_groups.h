@@ -36,7 +36,7 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 void shrink(const Group& g, int row, int rows, int rank, int ranks) {
   float* v = g.v + static_cast<int64_t>(row) * g.rank;
-  kernels().shrink[g.dtype]({g.x + row, g.a, v, g.rank, g.in, rows, rank, ranks});
+  kernels().shrink[g.dtype]({g.x + row, g.a, v, g.rank, g.in, rows, rank, ranks, g.bt});
   for (int i = 0; i < rows; ++i) {
     float scale = g.weight == nullptr ? g.scale : g.scale * g.weight[row + i];
     for (int r = rank; r < rank + ranks; ++r) v[static_cast<int64_t>(i) * g.rank + r] *= scale;

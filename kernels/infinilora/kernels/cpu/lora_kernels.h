@@ -23,8 +23,10 @@ constexpr int kTileRows = 4, kTileVecs = 2;
 #endif
 constexpr int kRankBlock = 4;
 
+// Rows of A and Bt are short, and a stream that has just begun is not yet foreseen by the processor: while some
+// rows are read, the next ones are asked for. `next`: those rows, `in` apart; any address is allowed.
 template <class W, int Rows, int Ranks>
-void shrink_block(const float* const* x, const W* a, int in, float* v, int64_t v_stride) {
+void shrink_block(const float* const* x, const W* a, int in, const W* next, float* v, int64_t v_stride) {
   vf sums[Rows][Ranks] = {};
   int k = 0;
   for (; k + kW <= in; k += kW) {
@@ -32,6 +34,7 @@ void shrink_block(const float* const* x, const W* a, int in, float* v, int64_t v
     IL_UNROLL for (int i = 0; i < Rows; ++i) xv[i] = load(x[i] + k);
     IL_UNROLL for (int r = 0; r < Ranks; ++r) {
       vf av = load(a + static_cast<int64_t>(r) * in + k);
+      __builtin_prefetch(next + static_cast<int64_t>(r) * in + k);
       IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += xv[i] * av;
     }
   }
@@ -50,10 +53,16 @@ void shrink_rows(const ShrinkChunk& c, int row) {
   const W* a = static_cast<const W*>(c.a) + static_cast<int64_t>(c.rank) * c.in;
   float* v = c.v + row * c.v_stride + c.rank;
   int r = 0;
-  for (; r + kRankBlock <= c.ranks; r += kRankBlock)
-    shrink_block<W, Rows, kRankBlock>(c.x + row, a + static_cast<int64_t>(r) * c.in, c.in, v + r, c.v_stride);
-  for (; r < c.ranks; ++r)
-    shrink_block<W, Rows, 1>(c.x + row, a + static_cast<int64_t>(r) * c.in, c.in, v + r, c.v_stride);
+  for (; r + kRankBlock <= c.ranks; r += kRankBlock) {
+    const W* block = a + static_cast<int64_t>(r) * c.in;
+    bool is_last = r + 2 * kRankBlock > c.ranks;
+    const W* next = is_last ? static_cast<const W*>(c.next) : block + kRankBlock * c.in;
+    shrink_block<W, Rows, kRankBlock>(c.x + row, block, c.in, next, v + r, c.v_stride);
+  }
+  for (; r < c.ranks; ++r) {
+    const W* one = a + static_cast<int64_t>(r) * c.in;
+    shrink_block<W, Rows, 1>(c.x + row, one, c.in, one + c.in, v + r, c.v_stride);
+  }
 }
 
 template <class W>
@@ -80,7 +89,10 @@ void add_ranks(const ExpandChunk& c, int row, int rank, bool accumulate) {
   int n = 0;
   for (; n + kW <= c.columns; n += kW) {
     vf b[Ranks];
-    IL_UNROLL for (int r = 0; r < Ranks; ++r) b[r] = load(bt + r * c.bt_stride + n);
+    IL_UNROLL for (int r = 0; r < Ranks; ++r) {
+      b[r] = load(bt + r * c.bt_stride + n);
+      __builtin_prefetch(bt + (r + Ranks) * c.bt_stride + n);
+    }
     IL_UNROLL for (int i = 0; i < Rows; ++i) {
       vf y = accumulate ? load(out[i] + n) : vf{};
       IL_UNROLL for (int r = 0; r < Ranks; ++r) y += scale[i][r] * b[r];
