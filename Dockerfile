@@ -20,7 +20,7 @@ COPY tools/ tools/
 COPY examples/adapters/ examples/adapters/
 RUN pip install --no-deps .
 # The native library is compiled here, once, and found by its hash wherever the image runs.
-RUN INFINILORA_CACHE_DIR=/opt/infinilora/cache python -m infinilora.kernels.native
+RUN INFINILORA_NATIVE_DIR=/opt/infinilora/native python -m infinilora.kernels.native
 
 FROM python:3.11-slim
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /var/lib/infinilora infinilora \
@@ -29,7 +29,7 @@ COPY --from=build /opt/infinilora /opt/infinilora
 ENV PATH=/opt/infinilora/bin:$PATH \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1 \
-    INFINILORA_CACHE_DIR=/opt/infinilora/cache \
+    INFINILORA_NATIVE_DIR=/opt/infinilora/native \
     INFINILORA_VAR_DIR=/var/lib/infinilora
 USER infinilora
 WORKDIR /var/lib/infinilora

@@ -45,7 +45,7 @@ def test_a_level_can_be_forced_from_outside() -> None:
 
 
 def test_a_missing_compiler_means_the_fallback_and_names_it(tmp_path: Path) -> None:
-    done = probe(INFINILORA_CXX="no-such-compiler", INFINILORA_CACHE_DIR=str(tmp_path))
+    done = probe(INFINILORA_CXX="no-such-compiler", INFINILORA_NATIVE_DIR=str(tmp_path))
     assert done.stdout.split() == ["False", "80.0"]
     wanted = NativeSettings(enabled=True, cache_dir=tmp_path, compiler="no-such-compiler", level=None)
     with pytest.raises(NativeBuildError, match="no-such-compiler"):

@@ -10,7 +10,7 @@ LEVELS = ("portable", "avx2", "avx512")
 
 @dataclass(frozen=True, slots=True)
 class NativeSettings:
-    """`enabled`: INFINILORA_NATIVE is not off. `cache_dir`: where libraries are built and found.
+    """`enabled`: INFINILORA_NATIVE is not off. `cache_dir`: INFINILORA_NATIVE_DIR, where libraries are built and found.
 
     `compiler`: INFINILORA_CXX, a C++20 compiler to use instead of the ziglang wheel's. `level`:
     INFINILORA_NATIVE_LEVEL, the strongest instruction set to use; None takes what the processor has.
@@ -30,10 +30,10 @@ def read_settings() -> NativeSettings:
     level = os.environ.get("INFINILORA_NATIVE_LEVEL") or None
     if level is not None and level not in LEVELS:
         raise ValueError(f"INFINILORA_NATIVE_LEVEL is {level!r}; wanted one of {', '.join(LEVELS)}")
-    home = os.environ.get("INFINILORA_CACHE_DIR")
+    place = os.environ.get("INFINILORA_NATIVE_DIR")
     return NativeSettings(
         enabled=switch == "on",
-        cache_dir=(Path(home) if home else Path.home() / ".cache" / "infinilora") / "native",
+        cache_dir=Path(place) if place else Path.home() / ".cache" / "infinilora" / "native",
         compiler=os.environ.get("INFINILORA_CXX") or None,
         level=level,
     )
