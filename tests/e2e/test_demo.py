@@ -1,5 +1,6 @@
 """What a newcomer sees: the trained adapters behave through the official client, dense and mixture of experts."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,12 +38,13 @@ async def moe(stacks: StackFactory) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def ask(client: openai.AsyncOpenAI, model: str, prompt: str) -> str:
     messages: Any = [{"role": "user", "content": prompt}]
-    answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=64, temperature=0)
+    answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=48, temperature=0)
     return answer.choices[0].message.content or ""
 
 
 async def in_manner(client: openai.AsyncOpenAI, judge: str, model: str) -> int:
-    return sum([BEHAVES[judge](await ask(client, model, prompt)) for prompt in unseen(judge)[:10]])
+    answers = await asyncio.gather(*(ask(client, model, prompt) for prompt in unseen(judge)[:10]))
+    return sum(map(BEHAVES[judge], answers))
 
 
 async def test_dense_adapters_behave_and_base_does_not(dense: openai.AsyncOpenAI) -> None:
