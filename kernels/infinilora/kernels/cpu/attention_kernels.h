@@ -40,18 +40,15 @@ IL_INLINE vf scores_of(const float* q, const float* const* k, int head_dim) {
   return dots[0];
 }
 
-// `visible`: how many of the tile's positions this query sees.
+// `visible`: how many of the tile's positions this query sees; at least one of the first tile's.
 IL_INLINE void softmax_tile(QueryState& state, vf scores, int visible) {
-  alignas(64) float s[kW];
-  store(s, scores);
-  float max = state.max;
-  for (int p = 0; p < visible; ++p) max = s[p] > max ? s[p] : max;
-  for (int p = visible; p < kW; ++p) s[p] = max;
-  vf e = exponential(load(s) - max);
-  store(state.p, e);
-  for (int p = visible; p < kW; ++p) state.p[p] = 0.0f;
-  state.keep = exponential(splat(state.max - max))[0];
-  state.sum = state.sum * state.keep + sum(load(state.p));
+  vi seen = first_lanes(visible);
+  float found = largest(seen ? scores : splat(state.max));
+  float max = found > state.max ? found : state.max;
+  vf p = seen ? exponential(scores - max) : vf{};
+  store(state.p, p);
+  state.keep = max == state.max ? 1.0f : exponential(splat(state.max - max))[0];
+  state.sum = state.sum * state.keep + sum(p);
   state.max = max;
 }
 
@@ -83,6 +80,35 @@ IL_INLINE void values_tile(QueryState* state, const float* const* v, int positio
     }
 }
 
+// Where the keys and values of a tile are. Rows beyond `positions` repeat the first: masked, but readable.
+struct Tile {
+  const float* k[kW];
+  const float* v[kW];
+  int positions;
+};
+
+IL_INLINE Tile tile_at(const AttentionChunk& c, int start, int end) {
+  Tile tile;
+  tile.positions = end - start < kW ? end - start : kW;
+  for (int p = 0; p < kW; ++p) {
+    int position = start + (p < tile.positions ? p : 0);
+    int64_t block = c.block_table[position / c.block_size];
+    int64_t at = block * c.block_stride + position % c.block_size * c.position_stride;
+    tile.k[p] = c.k + at;
+    tile.v[p] = c.v + at;
+  }
+  return tile;
+}
+
+// Heads of one position lie side by side, so one head's rows are far apart: no pattern that is foreseen.
+IL_INLINE void prefetch(const Tile& tile, int head_dim) {
+  for (int p = 0; p < tile.positions; ++p)
+    for (int d = 0; d < head_dim; d += 16) {
+      __builtin_prefetch(tile.k[p] + d);
+      __builtin_prefetch(tile.v[p] + d);
+    }
+}
+
 void attention(const AttentionChunk& c) {
   int queries = c.rows * c.group;
   auto* states = reinterpret_cast<QueryState*>(c.work);
@@ -96,25 +122,23 @@ void attention(const AttentionChunk& c) {
   }
 
   int end = c.first_position + c.rows;  // the last row sees positions [0, end)
+  Tile next = tile_at(c, 0, end);
   for (int start = 0; start < end; start += kW) {
-    int positions = end - start < kW ? end - start : kW;
-    const float *k[kW], *v[kW];
-    IL_UNROLL for (int p = 0; p < kW; ++p) {
-      int position = start + (p < positions ? p : 0);
-      int64_t block = c.block_table[position / c.block_size];
-      int64_t at = block * c.block_stride + position % c.block_size * c.position_stride;
-      k[p] = c.k + at;
-      v[p] = c.v + at;
+    const Tile tile = next;
+    const int positions = tile.positions;
+    if (start + kW < end) {
+      next = tile_at(c, start + kW, end);
+      prefetch(next, c.head_dim);
     }
     int first_row = start > c.first_position ? start - c.first_position : 0;  // earlier rows see none of this tile
     for (int i = first_row * c.group; i < queries; ++i) {
       int row = i / c.group, seen = c.first_position + row + 1 - start;
       const float* q = c.q + row * c.q_row_stride + i % c.group * c.head_dim;
-      softmax_tile(states[i], scores_of(q, k, c.head_dim) * c.scale, seen < positions ? seen : positions);
+      softmax_tile(states[i], scores_of(q, tile.k, c.head_dim) * c.scale, seen < positions ? seen : positions);
     }
     int i = first_row * c.group;
-    for (; i + 2 <= queries; i += 2) values_tile<2>(states + i, v, positions, c.head_dim);
-    if (i < queries) values_tile<1>(states + i, v, positions, c.head_dim);
+    for (; i + 2 <= queries; i += 2) values_tile<2>(states + i, tile.v, positions, c.head_dim);
+    if (i < queries) values_tile<1>(states + i, tile.v, positions, c.head_dim);
   }
   for (int i = 0; i < queries; ++i) {
     float* out = c.out + i / c.group * c.out_row_stride + i % c.group * c.head_dim;

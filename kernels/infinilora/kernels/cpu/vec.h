@@ -120,6 +120,20 @@ IL_INLINE float sum(vf v) {
   return v[0];
 }
 
+template <int Distance = kW / 2>
+IL_INLINE float largest(vf v) {
+  v = vmax(v, shuffle(v, v, Across<Distance>{}, Lanes{}));
+  if constexpr (Distance > 1) return largest<Distance / 2>(v);
+  return v[0];
+}
+
+// All bits of the first n lanes.
+IL_INLINE vi first_lanes(int n) {
+  vi lane;
+  IL_UNROLL for (int i = 0; i < kW; ++i) lane[i] = i;
+  return lane < n;
+}
+
 // Every block of Width lanes: its lower (or upper) half of `a`, then the same half of `b`.
 template <int Width, bool Upper>
 struct Halves {
