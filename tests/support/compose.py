@@ -71,17 +71,20 @@ class Compose:
 
     def wait_for(self, service: str) -> int:
         """The exit status of a one-shot service, when it has ended."""
-        return int(self.run("wait", service, timeout_s=600).strip().splitlines()[-1])
+        return int(self._docker("wait", self.services()[service]["Name"], timeout_s=600))
+
+    def inside(self, service: str, shell: str) -> str:
+        """What a shell command says inside the container."""
+        return self.run("exec", "-T", service, "sh", "-c", shell)
 
     def crash(self, service: str) -> None:
         """Kill -9 whatever runs in the container, from inside: a `docker kill` would count as a wish to stop it."""
         code = "import os, signal; os.kill(-1, signal.SIGKILL)"
-        subprocess.run(
-            ["docker", "exec", self.services()[service]["Name"], "python", "-c", code],
-            capture_output=True,
-            check=False,
-            timeout=60,
-        )
+        self._docker("exec", self.services()[service]["Name"], "python", "-c", code)
+
+    def _docker(self, *arguments: str, timeout_s: float = 60) -> str:
+        done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, timeout=timeout_s)
+        return done.stdout
 
     def _settings(self, own: dict[str, str]) -> str:
         lines = []

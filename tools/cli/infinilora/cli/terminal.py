@@ -22,7 +22,8 @@ PIPE_WIDTH = 200
 
 
 def show_table(table: Table) -> None:
-    out.print(table, width=None if out.is_terminal else PIPE_WIDTH)
+    console = out if out.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    console.print(table)
 
 
 @contextmanager
