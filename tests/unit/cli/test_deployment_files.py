@@ -1,0 +1,164 @@
+"""What lies beside the code and names parts of it: compose, .env, dashboards, and the local system's environment."""
+
+import json
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infinilora.cli.services import Plan, services
+from infinilora.coordinator.settings import Settings as CoordinatorSettings
+from infinilora.engine.settings import Settings as EngineSettings
+from infinilora.gateway.settings import Settings as GatewaySettings
+from infinilora.lora_server.settings import Settings as LoraServerSettings
+from infinilora.runtime import metrics
+from infinilora.runtime.settings import Common
+
+ROOT = Path(__file__).parents[3]
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+SETTINGS: dict[str, type[Common]] = {
+    "coordinator": CoordinatorSettings,
+    "engine": EngineSettings,
+    "gateway": GatewaySettings,
+    "lora-server": LoraServerSettings,
+}
+OPEN_ON_PURPOSE = {"OTLP_ENDPOINT"}
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE)["services"]
+    return found
+
+
+def example() -> dict[str, str]:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def fields_of(service: str) -> set[str]:
+    return {f"INFINILORA_{name.upper()}" for name in SETTINGS[service].model_fields}
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_compose_names_settings_that_the_service_has(service: str) -> None:
+    assert set(compose_services()[service]["environment"]) <= fields_of(service)
+
+
+@pytest.mark.parametrize("lora", ["remote", "local"])
+def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_path: Path) -> None:
+    ports = {"gateway_port": 1, "coordinator_port": 2, "engine_port": 3, "lora_server_port": 4}
+    shared = {
+        "INFINILORA_NATS_URL": "nats://x",
+        "INFINILORA_REDIS_URL": "redis://x",
+        "INFINILORA_STORE_URL": "file:///x",
+    }
+    plan = Plan(
+        model=tmp_path,
+        served_name="tiny",
+        lora=lora,
+        threads=2,
+        link_dir=tmp_path,
+        var_dir=tmp_path,
+        shared=shared,
+        **ports,
+    )
+    programs = services(plan)
+    assert [p.name for p in programs if p.name == "lora-server"] == (["lora-server"] if lora == "remote" else [])
+    for program in programs:
+        ours = {name for name in program.env if name.startswith("INFINILORA_")}
+        required = {
+            f"INFINILORA_{n.upper()}" for n, f in SETTINGS[program.name].model_fields.items() if f.is_required()
+        }
+        assert required <= ours <= fields_of(program.name)
+
+
+def test_every_variable_of_compose_is_in_the_example_and_the_other_way_round() -> None:
+    asked = set(re.findall(r"\$\{([A-Z0-9_]+)", COMPOSE))
+    ports_with_defaults = {"JAEGER_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT"}
+    assert asked - ports_with_defaults == set(example())
+
+
+def test_no_secret_has_a_default() -> None:
+    for name, value in example().items():
+        if name.endswith(("PASSWORD", "KEY", "TOKEN")):
+            assert value == ""
+            assert f"${{{name}-" not in COMPOSE
+            assert f"${{{name}:-" not in COMPOSE
+
+
+def test_every_published_port_is_bound_to_this_machine_alone() -> None:
+    published = [port for service in compose_services().values() for port in service.get("ports", [])]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_every_long_lived_service_that_others_wait_for_says_when_it_is_healthy() -> None:
+    found = compose_services()
+    waited_for = {
+        name
+        for service in found.values()
+        if isinstance(service.get("depends_on"), dict)
+        for name, how in service["depends_on"].items()
+        if how["condition"] == "service_healthy"
+    }
+    assert {"nats", "redis", "minio", "coordinator", "engine", "lora-server", "gateway"} == waited_for
+    assert all("test" in found[name]["healthcheck"] for name in waited_for)
+
+
+def test_make_env_writes_a_private_file_with_fresh_secrets_and_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "make-env.sh", tmp_path / "deploy")
+    shutil.copy(ROOT / ".env.example", tmp_path)
+    for _ in range(2):
+        subprocess.run(["sh", "deploy/make-env.sh"], cwd=tmp_path, check=True, capture_output=True)
+    written = (tmp_path / ".env").read_text()
+    made = dict(line.split("=", 1) for line in written.splitlines() if line and not line.startswith("#"))
+    assert {name for name, value in made.items() if not value} == OPEN_ON_PURPOSE
+    secrets = [made[name] for name, value in example().items() if not value and name not in OPEN_ON_PURPOSE]
+    assert len(set(secrets)) == len(secrets) == 6
+    assert all(re.fullmatch(r"[a-z][a-z0-9]{32}", secret) for secret in secrets)
+    assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
+
+
+def test_dashboards_show_metrics_that_exist() -> None:
+    registry = metrics.new_registry()
+    for group in (
+        metrics.ProcessMetrics,
+        metrics.GatewayMetrics,
+        metrics.EngineMetrics,
+        metrics.LoraServerMetrics,
+        metrics.CoordinatorMetrics,
+    ):
+        group(registry)
+    known = {suffixed for family in registry.collect() for suffixed in _sample_names(family.name, family.type)}
+    for file in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"):
+        panels = json.loads(file.read_text())["panels"]
+        shown = {n for p in panels for t in p["targets"] for n in re.findall(r"(?:infinilora|gen_ai)_\w+", t["expr"])}
+        assert shown
+        assert shown <= known
+
+
+def _sample_names(family: str, kind: str) -> set[str]:
+    match kind:
+        case "counter":
+            return {f"{family}_total"}
+        case "histogram":
+            return {f"{family}_{part}" for part in ("bucket", "sum", "count")}
+        case _:
+            return {family}
+
+
+def test_every_scraped_address_is_one_that_compose_opens() -> None:
+    jobs = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {target for job in jobs for config in job["static_configs"] for target in config["targets"]}
+    found = compose_services()
+    for target in targets:
+        service, port = target.split(":")
+        environment = found[service]["environment"]
+        opened = {environment.get("INFINILORA_LISTEN"), environment.get("INFINILORA_METRICS_LISTEN")}
+        assert f"0.0.0.0:{port}" in opened
