@@ -64,13 +64,13 @@ def copies_of(num_bytes: int) -> int:
 
 
 def measure_limits(library: ctypes.CDLL, seconds: float) -> Limits:
-    """Bandwidth: 1 MiB at a time of memory too big for the caches near a core. Peak: multiply-adds in registers."""
+    """Bandwidth: 4 MiB at a time of memory too big for the caches near a core. Peak: multiply-adds in registers."""
     memory = torch.ones(RING_BYTES // 4)
-    piece = 1 << 20
+    piece = 4 << 20
     pieces = RING_BYTES // piece
-    read_s = best_s(lambda i: library.il_measure_read(memory.data_ptr() + i * piece, piece // 4), pieces, seconds)
+    read_s = best_s(lambda i: library.il_measure_read(memory.data_ptr() + i * piece, piece // 4), pieces, 2 * seconds)
     flops = library.il_measure_flops(2000)
-    return Limits(piece / read_s, flops / best_s(lambda _: library.il_measure_flops(2000), 1, seconds))
+    return Limits(piece / read_s, flops / best_s(lambda _: library.il_measure_flops(2000), 1, 2 * seconds))
 
 
 def linear_case(rows: int, in_dim: int, out_dim: int, storage: cpu_ops.Storage) -> Case:
