@@ -37,8 +37,9 @@ def make_adapters(root: Path, checkpoint: Path, oracle: Oracle, prompt: list[int
     """Adapters of several ranks and targets, each strong enough to be seen."""
     made = {}
     for seed, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
+        path = root / name
         for std in (0.1, 0.15, 0.25, 0.4):
-            path = write_adapter(root / name, checkpoint, rank=rank, targets=targets, seed=seed, std=std)
+            write_adapter(path, checkpoint, rank=rank, targets=targets, seed=seed, std=std)
             if oracle.effect(prompt, path) >= EFFECT_FLOOR:
                 break
         assert oracle.effect(prompt, path) >= EFFECT_FLOOR
@@ -70,12 +71,12 @@ def cases(adapters: dict[str, Path]) -> list[Case]:
     ]
 
 
-async def serve_and_check(factory: StackFactory, family: str, root: Path, **options: str) -> None:
+async def serve_and_check(factory: StackFactory, family: str, root: Path, *, backend: str = "shm") -> None:
     checkpoint = make_tiny_model(family, root / "tiny").directory
     oracle = Oracle(checkpoint)
     probe = [random.Random(3).randrange(128) for _ in range(24)]
     adapters = make_adapters(root / "adapters", checkpoint, oracle, probe)
-    api = await factory.start(checkpoint, **options)
+    api = await factory.start(checkpoint, backend=backend)
     for name, path in adapters.items():
         await api.register(name, path)
     everything = cases(adapters)

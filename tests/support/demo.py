@@ -15,7 +15,7 @@ BASE_OF = {"json": "smollm2-135m", "pirate": "smollm2-135m", "sql": "smollm2-moe
 def demo_model(name: str) -> Path:
     """The prepared model; prepares it when it is not there yet (half a minute, once)."""
     path = ROOT / ".var" / "models" / name
-    prepare(name, path, lambda _progress: None)
+    prepare(name, path, lambda _stage, _done, _total: None)
     return path
 
 
