@@ -1,5 +1,6 @@
 """Ports that are free now, and the same ones again at the next start."""
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -32,11 +33,20 @@ def test_a_port_that_was_taken_meanwhile_is_not_used_again(tmp_path: Path) -> No
         assert ports.kept_ports(file, "nats", 1) != [port]
 
 
-def test_a_taken_port_is_refused_with_a_way_out() -> None:
+async def test_a_taken_port_is_refused_with_a_way_out() -> None:
     with socket.socket() as other:
         other.bind((ports.HOST, 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(Conflict, match=f"port {port} .* is taken; .*--port"):
-            ports.want(port)
-    assert ports.want(port) == port
+            await ports.want(port)
+    assert await ports.want(port) == port
+
+
+async def test_a_port_whose_holder_is_just_dying_is_waited_for() -> None:
+    with socket.socket() as other:
+        other.bind((ports.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        asyncio.get_running_loop().call_later(0.2, other.close)
+        assert await ports.want(port) == port

@@ -8,7 +8,7 @@ from rich.progress import TaskID
 
 from infinilora.cli import models
 from infinilora.cli.options import VarDir
-from infinilora.cli.terminal import bars, errors, out
+from infinilora.cli.terminal import bars, err, errors, out
 
 app = typer.Typer(no_args_is_help=True, help="Demo models.")
 
@@ -34,6 +34,7 @@ def prepared(name: str, var_dir: Path) -> Path:
     """Prepare with a progress bar for each stage; at once when it was done before."""
     if name in models.DEMO_MODELS and models.is_prepared(name, var_dir):
         return models.demo_path(name, var_dir)
+    err.print(f"preparing {name}, once: {models.DEMO_MODELS.get(name, name)}")
     with bars() as progress:
         stages: dict[str, TaskID] = {}
 

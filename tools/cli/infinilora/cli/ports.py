@@ -4,10 +4,12 @@ They are taken below the range that the kernel hands out to outgoing connections
 that none of those sits on the port while its server starts again.
 """
 
+import asyncio
 import errno
 import json
 import random
 import socket
+import time
 from pathlib import Path
 
 from infinilora.protocol.errors import Conflict, Unavailable
@@ -17,6 +19,7 @@ LOWEST, HIGHEST = 11_000, 22_000
 SHADOW = 10_000
 """SeaweedFS listens for gRPC this far above each of its ports, so both must be free."""
 TRIES = 200
+PATIENCE_S = 1.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -57,12 +60,18 @@ def is_free(port: int) -> bool:
         return True
 
 
-def want(port: int) -> int:
-    """`port`, or a free one for 0. Raises Conflict when it is taken."""
+async def want(port: int) -> int:
+    """`port`, or a free one for 0. Raises Conflict when it is taken, and stays so for a moment.
+
+    After a kill -9 the kernel ends the gateway of the system before within that moment.
+    """
     if port == 0:
         return free_ports(1)[0]
-    if not is_free(port):
-        raise Conflict(
-            f"port {port} on {HOST} is taken; stop what listens there, or choose another: --port (make up PORT=...)"
-        )
+    deadline = time.perf_counter() + PATIENCE_S
+    while not is_free(port):
+        if time.perf_counter() > deadline:
+            raise Conflict(
+                f"port {port} on {HOST} is taken; stop what listens there, or choose another: --port (make up PORT=...)"
+            )
+        await asyncio.sleep(0.05)
     return port

@@ -95,7 +95,7 @@ class Stack:
         """Return when the system serves. On failure nothing is left running, and the error says why."""
         self.home.lock()
         try:
-            port = want(self._port)
+            port = await want(self._port)
             shared = await self._start_servers()
             self._plan = self._plan_services(port, shared)
             await self._run(services(self._plan))
