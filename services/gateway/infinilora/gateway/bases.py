@@ -69,6 +69,9 @@ class BaseShelf:
         self._known: dict[Fingerprint, Base] = {}
         self._locks: dict[Fingerprint, asyncio.Lock] = {}
 
+    def has(self, fingerprint: Fingerprint) -> bool:
+        return fingerprint in self._known
+
     async def get(self, fingerprint: Fingerprint) -> Base:
         """Raises Unavailable when the store has no card of this base, or does not answer."""
         if (known := self._known.get(fingerprint)) is not None:

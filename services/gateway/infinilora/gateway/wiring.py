@@ -1,6 +1,8 @@
 """Puts a gateway together from its connections. The one place that knows how the parts fit."""
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from infinilora.gateway.settings import Settings
 from infinilora.gateway.sources import Buckets, Sources
 from infinilora.gateway.tenants import Tenants, parse_keys
 from infinilora.gateway.uploads import UploadLimits
+from infinilora.protocol.errors import Unavailable
 from infinilora.runtime.blobs import BlobStore, open_blobs
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
@@ -32,6 +35,8 @@ from infinilora.runtime.metrics import GatewayMetrics, ProcessMetrics, new_regis
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.store import Store
 from infinilora.runtime.telemetry import Telemetry
+
+BASES_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         desk=desk,
         catalog=catalog,
         management=_management(settings, ties, registry, catalog, shelf),
-        readiness=lambda: _readiness(ties.bus, fleet, registry),
+        readiness=lambda: _readiness(ties.bus, fleet, shelf, registry),
         metrics=metrics_registry,
         max_body_bytes=settings.max_body_mb << 20,
     )
@@ -99,6 +104,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         "registry revisions": registry.follow_revisions,
         "heat": accounting.write_heat,
         "members": lambda: _follow_members(ties.members, fleet),
+        "bases": lambda: _read_bases(fleet, shelf),
     }
     return Gateway(create_app(deps), fleet, registry, admission, background)
 
@@ -150,8 +156,17 @@ async def _follow_members(members: Members, fleet: Fleet) -> None:
         fleet.note_change()
 
 
-def _readiness(bus: Bus, fleet: Fleet, registry: Registry) -> Readiness:
-    bases = sorted(fleet.served())
+async def _read_bases(fleet: Fleet, shelf: BaseShelf) -> None:
+    """Read the card and tokenizer of what engines serve before a client asks; an engine may still be storing them."""
+    while True:
+        for fingerprint in set(fleet.served().values()):
+            with suppress(Unavailable):
+                await shelf.get(fingerprint)
+        await asyncio.sleep(BASES_POLL_S)
+
+
+def _readiness(bus: Bus, fleet: Fleet, shelf: BaseShelf, registry: Registry) -> Readiness:
+    bases = sorted(name for name, fingerprint in fleet.served().items() if shelf.has(fingerprint))
     away = [name for name, is_away in (("nats", not bus.is_connected), ("redis", registry.is_stale)) if is_away]
     is_ready = registry.is_loaded and bool(bases)
     status = ("degraded" if away else "ready") if is_ready else "starting"
