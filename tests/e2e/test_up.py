@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ class Up:
     """One `infinilora up` in a session of its own, as under a terminal."""
 
     def __init__(self, var_dir: Path, model: Path, *options: str) -> None:
+        self.var_dir = var_dir
         command = [sys.executable, "-m", "infinilora.cli", "up", "--var-dir", str(var_dir), "--model", str(model)]
         self.process = subprocess.Popen(
             [*command, "--served-name", "tiny", "--port", "0", *options],
@@ -72,6 +74,7 @@ class Ups:
         for up in self.started:
             if up.process.returncode is None:
                 up.end(signal.SIGKILL)
+            shutil.rmtree(Home(up.var_dir).link_dir, ignore_errors=True)
 
 
 @pytest.fixture
