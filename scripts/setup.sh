@@ -8,6 +8,9 @@ python=$(command -v python3.11 || command -v python3)
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "Python 3.11 is needed; found $("$python" --version)"; exit 1; }
 
 [ -x "$venv/bin/python" ] || { say "virtual environment in $venv"; "$python" -m venv "$venv"; }
+pytorch=https://download.pytorch.org/whl/cpu
+# Asked once: pip would retry an index that cannot be reached for every package.
+reaches() { "$python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10).close()' "$1" 2>/dev/null; }
 pip=("$venv/bin/python" -m pip install --quiet --progress-bar off)
 "${pip[@]}" --upgrade pip
 
@@ -18,10 +21,10 @@ if ! "$venv/bin/python" -c 'import torch, triton' 2>/dev/null; then
     "${pip[@]}" --index-url "$TORCH_INDEX" "${torch[@]}"
   elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
     "${pip[@]}" "${torch[@]}"
-  elif "$python" -m pip config list 2>/dev/null | grep -q find-links; then
-    "${pip[@]}" "${torch[@]}"  # this machine's own pip configuration offers a build
+  elif [[ $("$python" -m pip config list 2>/dev/null) == *find-links* ]] || ! reaches "$pytorch"; then
+    "${pip[@]}" "${torch[@]}"  # what this machine's own pip configuration offers
   else
-    "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+    "${pip[@]}" --extra-index-url "$pytorch" "torch==2.13.0+cpu"
     "${pip[@]}" "${torch[@]}"
   fi
 fi
