@@ -18,8 +18,10 @@ setup: $(VENV)/.ready ## Make the virtual environment and build the native libra
 $(VENV)/.ready: requirements/dev.txt requirements/torch.txt requirements/peft.txt pyproject.toml scripts/setup.sh
 	@bash scripts/setup.sh $(VENV)
 
-lock: ## Compile requirements/dev.txt from dev.in
+lock: ## Compile the locks: requirements/dev.txt, and image.txt for the container image
 	$(PY) -m uv pip compile requirements/dev.in --generate-hashes --no-emit-package infinilora --python-version 3.11 -o requirements/dev.txt
+	$(PY) -m uv pip compile pyproject.toml $(foreach e,gateway coordinator engine lora-server cli demo,--extra $(e)) -c requirements/dev.txt \
+		--generate-hashes --no-annotate --python-version 3.11 -o requirements/image.txt
 
 proto: setup ## Regenerate the protobuf messages
 	cd libs/protocol && $(abspath $(PY)) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. infinilora/protocol/generate.proto infinilora/protocol/lora.proto
