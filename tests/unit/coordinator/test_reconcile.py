@@ -1,11 +1,13 @@
 """Rounds of the leader over memory twins: what is written, what is asked, and when nothing is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
+import msgspec
 import pytest
+from typing_extensions import override
 
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
@@ -95,9 +97,21 @@ class Clock:
         return self.now
 
 
+class InterruptedBus(MemoryBus):
+    """Does something of the test's once a placement has been announced: in the middle of a round."""
+
+    meanwhile: Callable[[], Awaitable[None]] | None = None
+
+    @override
+    async def publish(self, subject: str, event: msgspec.Struct) -> None:
+        await super().publish(subject, event)
+        if subject == subjects.PLACEMENT_EVENTS and self.meanwhile is not None:
+            await self.meanwhile()
+
+
 @asynccontextmanager
-async def a_world() -> AsyncIterator[World]:
-    store, bus, clock = MemoryStore(), MemoryBus(), Clock()
+async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
+    store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
     async with Members(bus, interval_s=0.04, clock=clock) as members:
         clock.now += 1  # the frozen start is over
         yield World(store, bus, members)
@@ -197,6 +211,26 @@ async def test_a_deposed_leader_resigns_when_it_is_told() -> None:
         await world.reconciler.round()
         assert not world.leadership.is_leading
         assert world.commands == []
+
+
+async def test_a_leader_deposed_in_the_middle_of_a_round_never_speaks_with_its_successors_epoch() -> None:
+    bus = InterruptedBus()
+    async with a_world(bus) as world:
+
+        async def depose() -> None:
+            assert await world.store.release_lease(keys.LEADER, "c1/a", 1)
+            await Leadership(world.store, "c2/b", lease_s=30).step()
+            await world.leadership.step()
+
+        bus.meanwhile = depose
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert (world.leadership.is_leading, world.leadership.epoch) == (False, 2)
+        assert [command.epoch for _, command in world.commands] == [1]
 
 
 async def test_a_placement_of_a_higher_epoch_is_not_overwritten() -> None:

@@ -35,8 +35,13 @@ class Leadership:
         """The owner of the lease as last read; None while nobody holds it or we cannot know."""
 
     @property
+    def holding(self) -> int | None:
+        """The epoch under which this process leads now; None while it does not. Never that of another leader."""
+        return self._holding if self._clock() < self._valid_until else None
+
+    @property
     def is_leading(self) -> bool:
-        return self._holding is not None and self._clock() < self._valid_until
+        return self.holding is not None
 
     async def run(self) -> None:
         """Renew, or wait for the chance; for ever. Gives the lease up when cancelled."""

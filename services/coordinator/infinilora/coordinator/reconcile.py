@@ -102,9 +102,11 @@ class Reconciler:
         """Once through. While the store is away nothing is decided."""
         try:
             await self._look()
-            if self._leadership.is_leading and not self._members.is_frozen:
+            # One epoch for the whole round: should another lead before it ends, its epoch is not ours to speak with.
+            epoch = self._leadership.holding
+            if epoch is not None and not self._members.is_frozen:
                 for base in sorted(self._bases()):
-                    await self._reconcile(base)
+                    await self._reconcile(base, epoch)
         except Unavailable as error:
             if self.store_answers:
                 logger.warning("round given up", extra={"error": error.message})
@@ -132,7 +134,7 @@ class Reconciler:
         ready = [m for m in self._members.alive("lora-server") if m.beat.base == base]
         return {member.beat.group: member for member in reversed(ready)}
 
-    async def _reconcile(self, base: Fingerprint) -> None:
+    async def _reconcile(self, base: Fingerprint, epoch: int) -> None:
         servers = self._servers(base)
         loads = {group: m.beat.load for group, m in servers.items() if isinstance(m.beat.load, GroupLoad)}
         before = self.placements.get(base)
@@ -145,13 +147,12 @@ class Reconciler:
         groups = [Group(group, load.bytes_total) for group, load in loads.items()]
         plan = place(groups, adapters, current, fill=self._policy.fill)
         if plan != current:
-            await self._write(base, plan, before)
+            await self._write(base, plan, before, epoch)
         resident = {group: frozenset(load.resident) for group, load in loads.items()}
         heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
-        await self._hint(hints(plan, resident, heat, self.registry.digests(), hot), servers)
+        await self._hint(hints(plan, resident, heat, self.registry.digests(), hot), servers, epoch)
 
-    async def _write(self, base: Fingerprint, plan: Plan, before: Value[Placement] | None) -> None:
-        epoch = self._leadership.epoch
+    async def _write(self, base: Fingerprint, plan: Plan, before: Value[Placement] | None, epoch: int) -> None:
         if before is not None and before.value.epoch > epoch:
             await self._leadership.resign()
             return
@@ -164,7 +165,7 @@ class Reconciler:
         logger.info("placement written", extra={"base": base, "revision": revision, "epoch": epoch})
         await self._bus.publish(subjects.PLACEMENT_EVENTS, placement)
 
-    async def _hint(self, wanted: list[Hint], servers: dict[str, Member]) -> None:
+    async def _hint(self, wanted: list[Hint], servers: dict[str, Member], epoch: int) -> None:
         now = self._clock()
         pause_s = self._policy.hint_pause_s
         self._hinted = {hint: at for hint, at in self._hinted.items() if now - at < pause_s}
@@ -172,11 +173,11 @@ class Reconciler:
         self._hinted |= dict.fromkeys(fresh, now)
         async with asyncio.TaskGroup() as group:
             for hint in fresh:
-                group.create_task(self._command(hint, servers[hint.group]))
+                group.create_task(self._command(hint, servers[hint.group], epoch))
 
-    async def _command(self, hint: Hint, server: Member) -> None:
+    async def _command(self, hint: Hint, server: Member, epoch: int) -> None:
         body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
-        command = Command(command_id=uuid4().hex, epoch=self._leadership.epoch, body=body)
+        command = Command(command_id=uuid4().hex, epoch=epoch, body=body)
         outcome = "taken"
         try:
             subject = subjects.commands("lora-server", server.beat.id)
