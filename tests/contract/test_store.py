@@ -8,11 +8,12 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+import redis.exceptions
 
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime.memory import MemoryStore
-from infinilora.runtime.store import AddMember, Effect, Lease, Raise, RedisStore, RemoveMember, Store
+from infinilora.runtime.store import AddMember, Effect, Lease, Raise, RedisStore, RemoveMember, Store, is_passing
 from support.procs import ValkeyServer
 from support.waiting import eventually
 
@@ -257,6 +258,31 @@ async def test_a_store_that_is_gone_answers_within_a_second_and_loses_nothing(tm
             assert await store.members("index") == {"k"}
     finally:
         server.kill()
+
+
+@pytest.mark.integration
+async def test_a_store_that_cannot_write_now_is_away_and_not_at_fault(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path / "valkey").start()
+    try:
+        async with RedisStore(server.url) as store:
+            await store.put("k", Record("before"))
+            for setting in ({"maxmemory": "1"}, {"maxmemory": "0", "min-replicas-to-write": "1"}):
+                for name, value in setting.items():
+                    await store._redis.config_set(name, value)
+                with pytest.raises(Unavailable, match="now"):
+                    await store.put("k", Record("after"))
+                with pytest.raises(Unavailable, match="now"):
+                    await store.compare_and_set("new", None, Record("after"), also=[Raise("count")])
+                found = await store.get("k", Record)
+                assert found is not None
+                assert found.value == Record("before")
+    finally:
+        server.kill()
+
+
+def test_a_refusal_that_redis_py_does_not_know_is_read_from_its_text() -> None:
+    assert is_passing(redis.exceptions.ResponseError("MISCONF Errors writing to the AOF file"))
+    assert not is_passing(redis.exceptions.ResponseError("WRONGTYPE Operation against a key"))
 
 
 async def test_the_memory_store_can_be_away_too(key: str) -> None:

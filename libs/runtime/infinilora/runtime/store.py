@@ -235,11 +235,23 @@ class RedisStore:
             async with asyncio.timeout(DEADLINE_S):
                 yield
         except redis.exceptions.ResponseError as error:
+            if is_passing(error):
+                raise Unavailable(f"the store cannot serve this now: {error}", retry_after_s=1.0) from error
             raise Internal(f"the store refused a command: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._breaker.failed()
             raise Unavailable(f"the store does not answer: {error}", retry_after_s=1.0) from error
         self._breaker.succeeded()
+
+
+_PASSING = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY"})
+"""Refusals that say how the server is, not what was wrong with the command: full, failing over, unable to write."""
+
+
+def is_passing(error: redis.exceptions.ResponseError) -> bool:
+    """The code of a refusal that redis-py knows is an attribute, of any other the first word of its text."""
+    words = str(error).lstrip("-").split(maxsplit=1)
+    return error.status_code in _PASSING or bool(words and words[0] in _PASSING)
 
 
 class Breaker:
