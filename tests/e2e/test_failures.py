@@ -98,17 +98,5 @@ async def test_streams_and_resident_adapters_outlive_the_bus_and_the_store(
     listed = await world.api.wait("/v1/adapters", lambda b: bool(b["data"]), within_s=20)
     assert [entry["name"] for entry in listed["data"]] == ["a"]
     other = write_adapter(tmp_path / "b", tmp_path / "tiny", rank=4, targets=ATTENTION, seed=9, std=0.3)
-    await registered(world.api, other)
+    await world.api.register("b", other)
     assert {n: p for n, p in stacks.stack.pids().items() if n != away} == pids
-
-
-async def registered(api: Api, source: Path) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await api.register("b", source)
-            except httpx.HTTPStatusError as error:
-                assert error.response.status_code == 503
-                await asyncio.sleep(0.2)
-            else:
-                return

@@ -27,11 +27,15 @@ class Api:
         self.url = url
         self.http = httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=200))
 
-    async def register(self, name: str, source: Path, **extra: Any) -> dict[str, Any]:
-        answer = await self.http.post("/v1/adapters", json={"name": name, "source": f"file://{source}", **extra})
+    async def register(self, name: str, source: Path, *, patience_s: float = 20, **extra: Any) -> dict[str, Any]:
+        """Register from a directory; a 503 is tried again as its Retry-After says, as a client would."""
+        body = {"name": name, "source": f"file://{source}", **extra}
+        async with asyncio.timeout(patience_s):
+            while (answer := await self.http.post("/v1/adapters", json=body)).status_code == 503:
+                await asyncio.sleep(float(answer.headers["retry-after"]))
         answer.raise_for_status()
-        body: dict[str, Any] = answer.json()
-        return body
+        entry: dict[str, Any] = answer.json()
+        return entry
 
     async def score(self, model: str, prompt: list[int], *, max_tokens: int = 0) -> Scored:
         """Score a prompt and, if asked, continue it greedily; ignores end-of-sequence ids."""
