@@ -12,7 +12,8 @@ from infinilora.engine.events import Ended, Event, Hooks
 from infinilora.engine.job import Patience
 from infinilora.engine.lora.interface import LeaseStatus
 from infinilora.engine.lora.none import NoLora
-from infinilora.engine.sched.scheduler import Limits
+from infinilora.engine.runner import Runner
+from infinilora.engine.sched.scheduler import Limits, Rows
 from infinilora.engine.sequence import SamplingParams, Sequence
 from infinilora.protocol.errors import AdapterFailed, AdapterLoading, DeadlineExceeded, Overloaded
 from support.engines import Heard, TestEngine, load_tiny
@@ -128,6 +129,21 @@ def test_lost_rows_are_run_again_whole_and_the_others_finish(
     for heard, directory in zip(told, [*directories, None], strict=True):
         assert len(heard.tokens) == 6
         assert oracle("llama").shortfall(PROMPT, heard.tokens, directory) < 1e-4
+
+
+def test_rows_whose_adapter_loads_again_since_they_were_scheduled_share_no_step(
+    loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
+) -> None:
+    model, digest = loaded("llama"), lora.register(adapter("llama", 8, ATTENTION, 21))
+    lora.want(digest)
+    lora.status[digest] = LeaseStatus.ADMISSIBLE
+    rows = [
+        Rows(Sequence(name, list(PROMPT), len(PROMPT), digest=wanted, blocks=[2 * i, 2 * i + 1]), 0, len(PROMPT))
+        for i, (name, wanted) in enumerate((("loads", digest), ("base", None)))
+    ]
+    outcome = Runner(model.decoder, lora, block_size=model.sizes.block_size).run(rows)
+    assert (outcome.lost, outcome.done) == (rows[:1], rows[1:])
+    assert lora.submits == 0
 
 
 def test_rows_that_are_lost_again_and_again_fail_alone(

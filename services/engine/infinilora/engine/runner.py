@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilora.engine.lora.interface import AdapterRows, Lease, LoraBackend, StepLost
+from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LoraBackend, StepLost
 from infinilora.engine.model.batch import Batch
 from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.model.ops import Paging
 from infinilora.engine.sampler import Sampled, TokenScore, sample, score
 from infinilora.engine.sched.scheduler import Rows
 from infinilora.engine.sequence import Sequence
+from infinilora.protocol.ids import Digest
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +71,22 @@ class Runner:
         return outcome
 
     def _place(self, rows: Many[Rows], outcome: Outcome) -> list[Placed]:
-        """Order by group and slot, base last. A lease that went away since it was scheduled: its rows are lost."""
+        """Order by group and slot, base last. Rows whose adapter is not resident any more are lost."""
         placed = []
         for item in rows:
             digest = item.sequence.digest
-            lease = None if digest is None else self._lora.view(digest).lease
+            lease = None if digest is None else self._resident(digest)
             if digest is not None and lease is None:
                 outcome.lost.append(item)
             else:
                 placed.append(Placed(item, lease))
         placed.sort(key=_by_slot)
         return placed
+
+    def _resident(self, digest: Digest) -> Lease | None:
+        """Its lease, if all layers are there: a new tenancy that still loads must not cost its neighbours the step."""
+        view = self._lora.view(digest)
+        return view.lease if view.status is LeaseStatus.RESIDENT else None
 
     def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
         """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
