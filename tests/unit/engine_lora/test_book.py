@@ -4,7 +4,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infinilora.engine.lora.book import LeaseBook
 from infinilora.engine.lora.interface import Lease, LeaseStatus
-from infinilora.protocol.errors import AdapterFailed, AdapterInvalid, AdapterNotFound
+from infinilora.protocol.errors import AdapterFailed, AdapterInvalid, AdapterNotFound, Overloaded
 from infinilora.protocol.ids import Digest
 
 D = Digest("sha256:d")
@@ -123,6 +123,15 @@ def test_a_group_that_comes_back_may_be_asked_again() -> None:
     book.refuse("g", D, AdapterFailed("no"), is_final=False)
     book.group_lost("g")
     assert book.refused_by(D) == frozenset()
+
+
+def test_who_refused_for_the_moment_is_asked_again_once_the_other_group_is_lost() -> None:
+    book = LeaseBook()
+    asked(book, "g")
+    book.refuse("g", D, Overloaded("full"), is_final=False)
+    book.ask(D, "h")
+    book.group_lost("h")
+    assert book.unasked() == [(D, frozenset())]
 
 
 class Books(RuleBasedStateMachine):

@@ -127,13 +127,14 @@ class LeaseBook:
                     entry.group, entry.view = None, _UNKNOWN
 
     def group_lost(self, group: str) -> None:
-        """Leases die with their link."""
+        """Leases die with their link. Who refused while this group was there to be asked may be asked again."""
         with self._lock:
             for digest, entry in list(self._entries.items()):
                 if entry.group != group:
                     entry.refused_by.discard(group)
                 elif entry.holders:
                     entry.group, entry.view = None, _UNKNOWN
+                    entry.refused_by.clear()
                 else:
                     del self._entries[digest]
 
