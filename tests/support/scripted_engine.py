@@ -105,13 +105,13 @@ class ScriptedEngine:
         sampling, prompt = request.sampling, request.token_ids[: request.num_prompt_tokens]
         if sampling.prompt_logprobs >= 0:
             scored = [self._token(i, sampling.prompt_logprobs) for i in prompt[1:]]
-            yield GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=scored))
+            yield GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=scored), degraded=self._is_base(request))
         produced = len(request.token_ids) - len(prompt)
         for index in range(produced, sampling.max_tokens):
             token_id = self.foretold(request, index)
             is_end = token_id in sampling.stop_token_ids or (token_id == self.eos and not sampling.ignore_eos)
             if not is_end or self.emits_stop_token:
-                yield GenerateEvent(token=self._token(token_id, sampling.logprobs))
+                yield GenerateEvent(token=self._token(token_id, sampling.logprobs), degraded=self._is_base(request))
             if is_end:
                 yield self._end(request, "stop", index + 1, token_id)
                 return
@@ -124,7 +124,7 @@ class ScriptedEngine:
 
     def foretold(self, request: GenerateRequest, index: int) -> int:
         """The token at `index` of the answer; a fallback to the base says what the base would."""
-        digest = "" if self.degrades and request.fallback_base else request.digest
+        digest = "" if self._is_base(request) else request.digest
         if (script := self.scripts.get(digest)) is not None:
             return script[index] if index < len(script) else self.eos
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
@@ -142,7 +142,11 @@ class ScriptedEngine:
             reason=reason,
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=made,
-            degraded=self.degrades and request.fallback_base,
+            degraded=self._is_base(request),
             stop_token_id=stop_id,
         )
-        return GenerateEvent(finished=finished)
+        return GenerateEvent(finished=finished, degraded=finished.degraded)
+
+    def _is_base(self, request: GenerateRequest) -> bool:
+        """Base output in the adapter's place, as the request allows."""
+        return self.degrades and request.fallback_base

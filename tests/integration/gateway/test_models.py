@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from infinilora.protocol.errors import Overloaded
 from support.gateway_house import House, error_of, open_house
 
 pytestmark = pytest.mark.integration
@@ -139,6 +140,10 @@ async def test_probes_metrics_and_unknown_routes(tmp_path: Path) -> None:
         assert 'gen_ai_server_time_to_first_token_seconds_count{adapter="default/a1",route="completions"} 1.0' in page
         assert 'infinilora_requests_total{code="adapter_not_found",route="completions"} 1.0' in page
         assert 'infinilora_tokens_total{adapter="default/a1",direction="out"} 3.0' in page
+        house.engine.refuse = [Overloaded("full")]
+        await house.complete("a1", max_tokens=3)
+        page = (await house.http.get("/metrics")).text
+        assert 'infinilora_requests_total{code="overloaded",route="completions"} 1.0' in page
         lost = await house.http.get("/v1/nothing")
         assert (lost.status_code, error_of(lost)["type"]) == (404, "invalid_request_error")
         wrong = await house.http.get("/v1/completions")

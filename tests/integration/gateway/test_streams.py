@@ -185,6 +185,8 @@ async def test_a_client_that_leaves_a_whole_answer_ends_it_too(tmp_path: Path) -
                 task.cancel()
         await house.until_idle(2.0)
         assert house.engine.cancelled == 8
+        page = (await house.http.get("/metrics")).text
+        assert 'infinilora_requests_total{code="client_gone",route="completions"} 8.0' in page
 
 
 async def test_nothing_is_cancelled_that_ended_by_itself(tmp_path: Path) -> None:
@@ -213,6 +215,24 @@ async def test_a_degraded_answer_says_so(tmp_path: Path) -> None:
         assert loose.headers["x-infinilora-degraded"] == "base"
         assert loose.json()["usage"]["degraded"] == "base"
         assert [request.fallback_base for request in house.engine.requests] == [False, True]
+
+
+@pytest.mark.parametrize("stop", [None, "fox"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_degraded_answer_says_so_streamed_or_stopped(tmp_path: Path, stream: bool, stop: str | None) -> None:
+    async with open_house(tmp_path) as house:
+        await house.seed("a1")
+        house.say("the fox jumps")
+        house.engine.degrades = True
+        asked = {"stream": stream, "stop": stop, "lora_fallback": "base"}
+        answer = await house.complete("a1", max_tokens=8, **asked)
+        assert answer.headers["x-infinilora-degraded"] == "base"
+        if stream:
+            *chunks, done = [event async for event in events(answer)]
+            assert done == "[DONE]"
+            assert {chunk["degraded"] for chunk in chunks} == {"base"}
+        else:
+            assert answer.json()["usage"]["degraded"] == "base"
 
 
 async def test_no_engine_is_an_error_that_can_be_retried(tmp_path: Path) -> None:

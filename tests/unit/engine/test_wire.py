@@ -69,5 +69,7 @@ def test_events_carry_scores_and_ends_as_they_are() -> None:
     finished = write_event(ended).finished
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("stop", 3, 4)
     assert (finished.cached_tokens, finished.degraded, finished.stop_token_id) == (2, True, 9)
+    told = [write_event(e, is_degraded=True).degraded for e in (Produced(7), PromptScored(()), ended)]
+    assert told == [True] * 3
     with pytest.raises(AdapterFailed):
         write_event(Failed(AdapterFailed("gone")))

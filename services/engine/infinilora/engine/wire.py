@@ -110,15 +110,17 @@ def _check_token(name: str, token: int, facts: ModelFacts) -> None:
         raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary of {facts.vocab_size}", param=name)
 
 
-def write_event(event: Event) -> Message:
+def write_event(event: Event, *, is_degraded: bool = False) -> Message:
     """A `GenerateEvent`. Raises the error of `Failed`: that is how it crosses gRPC."""
     match event:
         case Produced(token_id, score):
-            return pb.GenerateEvent(token=pb.Token(id=token_id) if score is None else _token(score))
+            token = pb.Token(id=token_id) if score is None else _token(score)
+            return pb.GenerateEvent(token=token, degraded=is_degraded)
         case PromptScored(scores):
-            return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=[_token(s) for s in scores]))
+            prompt = pb.PromptLogprobs(tokens=[_token(s) for s in scores])
+            return pb.GenerateEvent(prompt_logprobs=prompt, degraded=is_degraded)
         case Ended():
-            return pb.GenerateEvent(finished=_finished(event))
+            return pb.GenerateEvent(finished=_finished(event), degraded=event.degraded)
         case Failed(error):
             raise error
 

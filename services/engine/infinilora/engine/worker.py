@@ -63,7 +63,8 @@ class Engine:
             while not isinstance(last, Ended):
                 last = await mailbox.get()
                 first_token = first_token or time.perf_counter()
-                yield write_event(last)
+                # A sequence degrades before its first event or never: what is read here is what the event is.
+                yield write_event(last, is_degraded=sequence.degraded)
         finally:
             self._loop.abort(job)
             self._opened(-1)

@@ -113,9 +113,10 @@ class Answer:
         return self.envelope(self._shape.whole_object, created, choices) | {"usage": self.totals.usage()}
 
     def chunk(self, created: int, parts: list[Part]) -> dict[str, Any]:
-        """One event of a stream."""
+        """One event of a stream. It says so itself when base output stands in: not every client asks for usage."""
         chunk = self.envelope(self._shape.chunk_object, created, parts)
-        return chunk | ({"usage": None} if self.plan.wants_usage_chunk else {})
+        chunk |= {"usage": None} if self.plan.wants_usage_chunk else {}
+        return chunk | ({"degraded": "base"} if self.totals.degraded else {})
 
     def usage_chunk(self, created: int) -> dict[str, Any]:
         return self.envelope(self._shape.chunk_object, created, []) | {"usage": self.totals.usage()}
@@ -133,6 +134,8 @@ class Answer:
         choice, pace = self.plan.choice(), self.totals.paces[index]
         async with aclosing(self._relay.run(self.plan.job(index))) as events:
             async for event in events:
+                # From the first event on: a stop string may end the choice before the engine's own end says it.
+                self.totals.degraded |= event.degraded
                 parts = self._open(index, event)
                 reason = None
                 match event.WhichOneof("event"):

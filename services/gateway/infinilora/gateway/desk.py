@@ -23,10 +23,10 @@ from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.chat import ChatShape, plan_chat
 from infinilora.gateway.completions import CompletionShape, plan_completion
 from infinilora.gateway.plan import Limits, Plan
-from infinilora.gateway.problems import json_response
+from infinilora.gateway.problems import error_response, json_response
 from infinilora.gateway.relay import Relay
 from infinilora.gateway.schema import B, ChatBody, CompletionBody, read_body
-from infinilora.gateway.sse import EventStream, Write, while_connected
+from infinilora.gateway.sse import ClientGone, EventStream, Write, while_connected
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.runtime.metrics import GatewayMetrics
 from infinilora.runtime.telemetry import Telemetry, attached, context_of, from_traceparent
@@ -103,16 +103,17 @@ class Desk:
             headers["x-adapter-digest"] = plan.target.digest
         if plan.body.stream:
             return EventStream(partial(self._stream, caller, route, answer, created), headers=headers)
-        async with self._visit(caller, route, answer):
-            whole = await while_connected(caller.receive, answer.whole(created))
-        if answer.totals.degraded:
-            headers["x-infinilora-degraded"] = "base"
-        return json_response(whole, headers=headers)
+        try:
+            async with self._visit(caller, route, answer):
+                whole = await while_connected(caller.receive, answer.whole(created))
+        except InfiniLoraError as error:  # counted by the visit
+            return error_response(error, headers)
+        return json_response(whole, headers=headers | _warning(answer))
 
     async def _stream(self, caller: Caller, route: str, answer: Answer, created: int, write: Write) -> None:
         async def send(parts: list[Part]) -> None:
             # One choice a chunk: clients look at the first and at no other.
-            await write([answer.chunk(created, [part]) for part in parts])
+            await write([answer.chunk(created, [part]) for part in parts], headers=_warning(answer))
 
         async with self._visit(caller, route, answer):
             await answer.run(send)
@@ -144,7 +145,7 @@ class Desk:
         except InfiniLoraError as error:
             code = error.code
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientGone):
             code = "client_gone"
             raise
         finally:
@@ -152,6 +153,11 @@ class Desk:
             span.set_attribute("infinilora.code", code)
             span.set_attribute("gen_ai.usage.output_tokens", answer.totals.completion_tokens)
             span.end()
+
+
+def _warning(answer: Answer) -> dict[str, str]:
+    """The header that tells base output in an adapter's place."""
+    return {"x-infinilora-degraded": "base"} if answer.totals.degraded else {}
 
 
 def _attributes(caller: Caller, plan: Plan) -> dict[str, Any]:

@@ -5,8 +5,9 @@ ordinary error answer. What fails later is said in an error event, and the strea
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -19,8 +20,14 @@ from infinilora.protocol.errors import InfiniLoraError
 
 T = TypeVar("T")
 
-Write = Callable[[Sequence[Any]], Awaitable[None]]
-"""Sends the JSON of some events at once."""
+
+class Write(Protocol):
+    """Sends the JSON of some events at once. `headers` are added to the response's if these are its first."""
+
+    async def __call__(self, events: Sequence[Any], *, headers: Mapping[str, str] = ...) -> None: ...
+
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class ClientGone(Exception):
@@ -85,21 +92,23 @@ class _Events:
         self._headers = headers
         self.is_open = False
 
-    async def write(self, events: Sequence[Any]) -> None:
+    async def write(self, events: Sequence[Any], *, headers: Mapping[str, str] = NOTHING) -> None:
         if not self.is_open:
             self.is_open = True
-            await self._start()
+            await self._start(headers)
         data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
         await self._body(data, more=True)
 
     async def close(self, last: bytes) -> None:
         if not self.is_open:
             self.is_open = True
-            await self._start()
+            await self._start(NOTHING)
         await self._body(last, more=False)
 
-    async def _start(self) -> None:
-        headers = self._headers | {
+    async def _start(self, more: Mapping[str, str]) -> None:
+        headers = {
+            **self._headers,
+            **more,
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
