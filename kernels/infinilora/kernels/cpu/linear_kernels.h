@@ -129,10 +129,10 @@ void linear(const LinearChunk& c) {
       for (int b = 0, row = c.row; b < blocks; ++b) {
         const int rows = (c.row + c.rows - row) / (blocks - b);
         Steps<W> steps = {w, first, count, reinterpret_cast<const char*>(w + kAhead * kPanel), kBytes};
-        if (blocks > 1) {  // each block fetches a line a step of the next run, until all are
-          int64_t begun = static_cast<int64_t>(b * 64 < kBytes ? b : 0) * count * 64;
-          steps.next = reinterpret_cast<const char*>(w + count * kPanel) + begun;
-          steps.next_bytes = 64;
+        if (blocks > 1) {  // each block fetches its share of the next run, evenly over its steps
+          const int64_t share = (kBytes + blocks - 1) / blocks;
+          steps.next = reinterpret_cast<const char*>(w + count * kPanel) + b * share * count;
+          steps.next_bytes = share;
         }
         linear_rows<W>(c, row, rows, panel * kPanel, steps);
         row += rows;
