@@ -6,7 +6,6 @@ changes and is read once. A base without tokenizer files serves token-id prompts
 
 import asyncio
 import json
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -27,12 +26,18 @@ class Base:
     """One base model, as far as text is concerned. Immutable."""
 
     def __init__(
-        self, card: BaseCard, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None
+        self,
+        card: BaseCard,
+        tokenizer: Tokenizer | None = None,
+        template: ChatTemplate | None = None,
+        *,
+        template_fault: str = "",
     ) -> None:
         self.card = card
         self.table = TokenTable(tokenizer) if tokenizer else None
         self._tokenizer = tokenizer
         self._template = template
+        self._template_fault = template_fault
 
     async def encode(self, text: str, *, param: str, add_special: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer itself adds, or without."""
@@ -55,9 +60,8 @@ class Base:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
-            raise InvalidRequest(
-                f"base model '{self.card.name}' has no chat template; use /v1/completions", param="messages"
-            )
+            fault = self._template_fault or f"base model '{self.card.name}' has no chat template"
+            raise InvalidRequest(f"{fault}; use /v1/completions", param="messages")
         return self._template.render(messages)
 
 
@@ -90,10 +94,17 @@ def _read_base(blobs: BlobStore, fingerprint: Fingerprint) -> Base:
         raise Unavailable(f"the base model's card is not complete in the store: {error}") from None
     except msgspec.DecodeError as error:
         raise Unavailable(f"the base model's card cannot be read: {error}") from None
-    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode()) if "tokenizer.json" in files else None
+    try:
+        tokenizer = Tokenizer.from_buffer(files["tokenizer.json"]) if "tokenizer.json" in files else None
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        jinja = files.get("chat_template.jinja", b"").decode()
+    except ValueError as error:
+        raise Unavailable(f"the tokenizer files of base model '{card.name}' cannot be read: {error}") from None
     if tokenizer is not None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
-    jinja = files.get("chat_template.jinja")
-    return Base(card, tokenizer, read_template(jinja.decode() if jinja else None, config))
+    try:
+        template = read_template(jinja or None, config if isinstance(config, dict) else {})
+    except InvalidRequest as error:
+        return Base(card, tokenizer, template_fault=error.message)  # completions can be served
+    return Base(card, tokenizer, template)

@@ -1,8 +1,8 @@
 """Puts a gateway together from its connections. The one place that knows how the parts fit."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from infinilora.gateway.sources import Buckets, Sources
 from infinilora.gateway.tenants import Tenants, parse_keys
 from infinilora.gateway.uploads import UploadLimits
 from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime.blobs import BlobStore, open_blobs
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
@@ -35,6 +36,8 @@ from infinilora.runtime.metrics import GatewayMetrics, ProcessMetrics, new_regis
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.store import Store
 from infinilora.runtime.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 BASES_POLL_S = 0.2
 
@@ -158,10 +161,15 @@ async def _follow_members(members: Members, fleet: Fleet) -> None:
 
 async def _read_bases(fleet: Fleet, shelf: BaseShelf) -> None:
     """Read the card and tokenizer of what engines serve before a client asks; an engine may still be storing them."""
+    said: dict[Fingerprint, str] = {}
     while True:
         for fingerprint in set(fleet.served().values()):
-            with suppress(Unavailable):
+            try:
                 await shelf.get(fingerprint)
+            except Unavailable as error:
+                if said.get(fingerprint) != error.message:
+                    said[fingerprint] = error.message
+                    logger.warning("base model not read", extra={"base": fingerprint, "reason": error.message})
         await asyncio.sleep(BASES_POLL_S)
 
 

@@ -1,0 +1,41 @@
+"""What the gateway makes of a base model's files in the store: broken ones cost that base, never the process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infinilora.gateway.bases import BaseShelf
+from infinilora.protocol import keys
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.runtime.blobs import DirectoryBlobs
+from support.gateway_house import byte_tokenizer, publish_base, text_card
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def test_a_template_that_does_not_compile_leaves_completions(tmp_path: Path) -> None:
+    blobs, tokenizer = DirectoryBlobs(tmp_path), byte_tokenizer()
+    card = text_card(tokenizer)
+    publish_base(blobs, card, tokenizer)
+    config = json.dumps({"chat_template": "{% generation %}{{ messages }}{% endgeneration %}"})
+    blobs.put(keys.base_file(card.fingerprint, "tokenizer_config.json"), config.encode())
+    base = await BaseShelf(blobs).get(card.fingerprint)
+    assert await base.encode("hi", param="prompt")
+    with pytest.raises(InvalidRequest, match=r"does not compile.*use /v1/completions"):
+        base.render(MESSAGES)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "card.json"])
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe"])
+async def test_a_file_that_cannot_be_read_is_said_and_is_read_again(tmp_path: Path, name: str, data: bytes) -> None:
+    blobs, tokenizer = DirectoryBlobs(tmp_path), byte_tokenizer()
+    card = text_card(tokenizer)
+    publish_base(blobs, card, tokenizer)
+    shelf = BaseShelf(blobs)
+    place = keys.base_card(card.fingerprint) if name == "card.json" else keys.base_file(card.fingerprint, name)
+    blobs.put(place, data)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        await shelf.get(card.fingerprint)
+    publish_base(blobs, card, tokenizer)
+    assert (await shelf.get(card.fingerprint)).card == card
