@@ -263,6 +263,17 @@ async def test_nothing_is_decided_while_the_store_is_away() -> None:
         assert placement.revision == 1
 
 
+async def test_a_fact_that_cannot_be_read_stops_the_round_and_not_the_process() -> None:
+    async with a_world() as world:
+        await world.store.put(keys.placement(BASE), {"not": "a placement"})
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert not world.reconciler.looked.is_set()
+        assert world.leadership.is_leading
+
+
 async def test_nothing_is_decided_while_the_bus_is_away() -> None:
     async with a_world() as world:
         await world.register("one", A)

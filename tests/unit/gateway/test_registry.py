@@ -1,5 +1,7 @@
 """The mirror of the registry: follows events, repairs gaps, stands still without Redis."""
 
+import asyncio
+
 import pytest
 
 from infinilora.gateway.registry import Registry
@@ -74,3 +76,18 @@ async def test_without_redis_the_mirror_keeps_what_it_knows() -> None:
     with pytest.raises(Unavailable):
         await registry.refresh()
     assert registry.get("t", "a") is not None
+
+
+async def test_a_record_that_cannot_be_read_stops_the_mirror_and_not_the_process() -> None:
+    store = MemoryStore()
+    registry = Registry(store, MemoryBus())
+    await write(store, "a")
+    await registry.refresh()
+    await store.put(keys.adapter("t", "a"), {"not": "a record"})
+    await write(store, "b")
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(registry.follow_revisions())
+        await asyncio.sleep(0.05)
+        assert not following.done()
+        assert registry.get("t", "a") is not None
+        following.cancel()

@@ -19,7 +19,7 @@ from infinilora.coordinator.placement import Group, Plan, copied, place
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import AdapterEvent, Command, CommandReply, Evict, GroupLoad, Placement, Stage
-from infinilora.protocol.errors import InfiniLoraError, StaleEpoch, Unavailable
+from infinilora.protocol.errors import InfiniLoraError, Internal, StaleEpoch, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
@@ -111,6 +111,9 @@ class Reconciler:
             if self.store_answers:
                 logger.warning("round given up", extra={"error": error.message})
             self.store_answers = False
+            return
+        except Internal as error:  # a fact that cannot be read: what was placed stays until a person has mended it
+            logger.error("round given up", extra={"error": error.message})  # noqa: TRY400 - no traceback
             return
         self.store_answers = True
         self.looked.set()

@@ -22,7 +22,7 @@ from infinilora.link.open import LinkSettings
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import GroupLoad, Placement
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.bus import Bus
@@ -165,6 +165,8 @@ async def _repair_placement(backend: RemoteLora, store: Store, base: Fingerprint
             found = await store.get(keys.placement(base), Placement)
         except Unavailable as error:
             logger.debug("placement not read", extra={"error": error.message})
+        except Internal as error:  # leases are asked for without it, where there is most room
+            logger.error("placement unreadable", extra={"error": error.message})  # noqa: TRY400 - no traceback
         else:
             if found is not None:
                 backend.update_placement(found.value)

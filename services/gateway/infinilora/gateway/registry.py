@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord
 from infinilora.protocol.control import AdapterEvent
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.store import Store
 
@@ -79,6 +79,8 @@ class Registry:
                 await self._apply(event)
             except Unavailable:
                 logger.info("registry event waits for the store", extra={"adapter_id": event.digest})
+            except Internal as error:
+                _cannot_read(error)
 
     async def follow_revisions(self) -> None:
         """Read the registry whenever its revision is not the mirror's. Runs for ever."""
@@ -87,6 +89,8 @@ class Registry:
                 await self.refresh()
             except Unavailable as error:
                 logger.debug("registry not read", extra={"reason": error.message})
+            except Internal as error:
+                _cannot_read(error)
             await asyncio.sleep(POLL_S)
 
     async def refresh(self) -> None:
@@ -121,6 +125,11 @@ class Registry:
         """Step on by one change; after a gap leave the revision behind, so that the next look reads all."""
         if self._revision is not None and revision == self._revision + 1:
             self._revision = revision
+
+
+def _cannot_read(error: Internal) -> None:
+    """A record that is not one: the mirror stands still and serves what it knows until a person has mended it."""
+    logger.error("registry unreadable", extra={"reason": error.message})
 
 
 def _batches(members: list[str]) -> Iterator[list[str]]:
