@@ -53,7 +53,7 @@ async def serve(settings: Settings, service: Service) -> None:
         heart.beat_now()
         logger.info("engine serves", extra={"address": address, "model": model.card.name, "lora": settings.lora})
         await service.draining.wait()
-        engine.is_draining = True
+        engine.stop()
         heart.beat_now()
         await engine.idle.wait()
 

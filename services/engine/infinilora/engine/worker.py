@@ -37,9 +37,14 @@ class Engine:
         self._facts = facts
         self._traces = traces
         self.is_draining = False
+        self.is_stopping = False
         self.idle = asyncio.Event()
         self.idle.set()
         self._num_open = 0
+
+    def stop(self) -> None:
+        """The process is asked to end: drain, and no command undoes it."""
+        self.is_stopping = self.is_draining = True
 
     async def generate(self, request: Any, call: Call) -> AsyncGenerator[Any, None]:
         """Stream a sequence's events. However this ends, the sequence is gone from the engine after it."""
@@ -133,7 +138,7 @@ class Commands:
         self._epoch = command.epoch
         match command.body:
             case Drain(draining=draining):
-                self._engine.is_draining = draining
+                self._engine.is_draining = draining or self._engine.is_stopping
                 logger.info("drain command", extra={"draining": draining, "epoch": command.epoch})
             case other:
                 raise InvalidRequest(f"an engine takes no {type(other).__name__.lower()} command; wanted drain")
