@@ -135,13 +135,14 @@ def test_rows_whose_adapter_loads_again_since_they_were_scheduled_share_no_step(
     loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
 ) -> None:
     model, digest = loaded("llama"), lora.register(adapter("llama", 8, ATTENTION, 21))
+    backend: Any = lora
     lora.want(digest)
     lora.status[digest] = LeaseStatus.ADMISSIBLE
     rows = [
         Rows(Sequence(name, list(PROMPT), len(PROMPT), digest=wanted, blocks=[2 * i, 2 * i + 1]), 0, len(PROMPT))
         for i, (name, wanted) in enumerate((("loads", digest), ("base", None)))
     ]
-    outcome = Runner(model.decoder, lora, block_size=model.sizes.block_size).run(rows)
+    outcome = Runner(model.decoder, backend, block_size=model.sizes.block_size).run(rows)
     assert (outcome.lost, outcome.done) == (rows[:1], rows[1:])
     assert lora.submits == 0
 
