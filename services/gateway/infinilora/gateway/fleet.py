@@ -40,6 +40,7 @@ class Fleet:
         self._channels = channels
         self._in_flight: dict[str, int] = {}
         self._rests_until: dict[str, float] = {}
+        self._calls: dict[str, int] = {}  # open ones, for each address that a channel was opened to
         self._known: dict[str, Fingerprint] = {}
         self._change = asyncio.Event()
 
@@ -89,7 +90,16 @@ class Fleet:
 
     def note_failure(self, engine: Engine, error: InfiniLoraError) -> None:
         if isinstance(error, Unavailable):
-            self._rests_until[engine.key] = time.monotonic() + REST_S
+            now = time.monotonic()
+            self._rests_until = {key: until for key, until in self._rests_until.items() if until > now}
+            self._rests_until[engine.key] = now + REST_S
+
+    async def forget_gone(self) -> None:
+        """Close the channels to addresses at which nobody is known any more: engines come and go for ever."""
+        there = {member.beat.address for member in self._members()}
+        for address in [a for a, calls in self._calls.items() if not calls and a not in there]:
+            del self._calls[address]
+            await self._channels.forget(address)
 
     def in_flight(self) -> int:
         return sum(self._in_flight.values())
@@ -102,12 +112,14 @@ class Fleet:
         """One engine's events for one sequence; closing it cancels the sequence there."""
         client = self._channels.client(ENGINE_SERVICE, engine.address)
         self._in_flight[engine.key] = self._in_flight.get(engine.key, 0) + 1
+        self._calls[engine.address] = self._calls.get(engine.address, 0) + 1
         try:
             timeout_s = max(0.001, deadline - time.monotonic())
             async with aclosing(client.stream("Generate", request, timeout_s=timeout_s)) as events:
                 async for event in events:
                     yield event
         finally:
+            self._calls[engine.address] -= 1
             self._in_flight[engine.key] -= 1
             if not self._in_flight[engine.key]:
                 del self._in_flight[engine.key]

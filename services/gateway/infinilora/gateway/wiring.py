@@ -157,6 +157,7 @@ def _buckets(settings: Settings) -> Buckets:
 async def _follow_members(members: Members, fleet: Fleet) -> None:
     async for _ in members.changes():
         fleet.note_change()
+        await fleet.forget_gone()
 
 
 async def _read_bases(fleet: Fleet, shelf: BaseShelf) -> None:
