@@ -1,6 +1,7 @@
 """Uploaded files: what is written, and what hostile archives do not get to do."""
 
 import io
+import random
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -108,6 +109,19 @@ def test_a_broken_archive_is_the_clients_fault(tmp_path: Path) -> None:
     for data in (whole[:40] + b"\xff" * 20 + whole[60:],):
         with pytest.raises(InvalidRequest, match="cannot be read"):
             store_uploads([Upload("a.zip", io.BytesIO(data))], tmp_path, LIMITS)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("seed", range(8))
+def test_an_archive_with_a_broken_middle_is_the_clients_fault(tmp_path: Path, method: int, seed: int) -> None:
+    dice, buffer = random.Random(seed), io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr("a.bin", dice.randbytes(3000))
+    data = bytearray(buffer.getvalue())
+    for _ in range(50):
+        data[dice.randrange(100, 2500)] ^= 1 + dice.randrange(255)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        store_uploads([Upload("a.zip", io.BytesIO(bytes(data)))], tmp_path, LIMITS)
 
 
 def test_an_empty_upload_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ Every name must be a plain relative path, every entry a plain file, and sizes ar
 written, not as headers promise. Blocking; runs in a thread.
 """
 
+import lzma
 import re
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
@@ -16,6 +18,11 @@ from infinilora.protocol.errors import InvalidRequest, TooLarge
 CHUNK_BYTES = 1 << 20
 MAX_NAME_CHARS = 200
 MAX_DEPTH = 4
+UNREADABLE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(EOFError, OSError, NotImplementedError, RuntimeError),
+)
+"""What the standard library raises over a broken or unusual archive."""
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*\Z")
 
 
@@ -123,7 +130,7 @@ def _unpack(entries: Iterator[_Entry], writer: _Writer, archive: str) -> None:
                 )
             with entry.data as data:
                 writer.write(entry.name, data)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"archive {archive[:80]!r} cannot be read: {error}", param="files") from None
 
 
