@@ -1,4 +1,4 @@
-"""The fleet as the console, the CLI and a person with `curl` see it: plain JSON values."""
+"""The fleet as the CLI and a person with `curl` see it: plain JSON values."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ class Policy:
 
 
 class Reconciler:
-    """Holds what the last round saw, for the console; a standby keeps it fresh too, and decides nothing."""
+    """Holds what the last round saw, for `/v1/fleet`; a standby keeps it fresh too, and decides nothing."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ class Settings(Common):
 
     coordinator_id: str = f"coordinator-{socket.gethostname()}-{os.getpid()}"
     listen: str = "127.0.0.1:8001"
-    """host:port of console, admin API and metrics; port 0 takes a free one."""
+    """host:port of health, metrics and the fleet as JSON; port 0 takes a free one."""
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
 

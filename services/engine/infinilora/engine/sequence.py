@@ -4,7 +4,7 @@ known tokens     prompt, then what was produced (here, or by an engine that died
 computed tokens  how many of them have keys and values in the cache; they catch up, step by step
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from infinilora.protocol.ids import Digest
@@ -94,8 +94,3 @@ class Sequence:
             raise AssertionError(f"{self.request_id} cannot degrade: it has tokens or blocks")
         self.digest, self.degraded = None, True
         self.chain.clear()
-
-
-def with_defaults(params: SamplingParams, stop_token_ids: frozenset[int]) -> SamplingParams:
-    """Params with the model's own ends of text added."""
-    return replace(params, stop_token_ids=params.stop_token_ids | stop_token_ids)
