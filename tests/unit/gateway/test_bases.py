@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infinilora.gateway.bases import BaseShelf
@@ -39,3 +40,21 @@ async def test_a_file_that_cannot_be_read_is_said_and_is_read_again(tmp_path: Pa
         await shelf.get(card.fingerprint)
     publish_base(blobs, card, tokenizer)
     assert (await shelf.get(card.fingerprint)).card == card
+
+
+async def test_limits_of_an_engine_that_was_started_anew_are_seen(tmp_path: Path) -> None:
+    blobs, tokenizer = DirectoryBlobs(tmp_path), byte_tokenizer()
+    card = text_card(tokenizer)
+    publish_base(blobs, card, tokenizer)
+    shelf = BaseShelf(blobs)
+    first = await shelf.get(card.fingerprint)
+    await shelf.refresh(card.fingerprint)
+    assert await shelf.get(card.fingerprint) is first
+    shorter = msgspec.structs.replace(card, max_model_len=card.max_model_len // 2)
+    publish_base(blobs, shorter, tokenizer)
+    await shelf.refresh(card.fingerprint)
+    assert (await shelf.get(card.fingerprint)).card == shorter
+    blobs.delete(keys.base_card(card.fingerprint))
+    with pytest.raises(Unavailable):
+        await shelf.refresh(card.fingerprint)
+    assert (await shelf.get(card.fingerprint)).card == shorter

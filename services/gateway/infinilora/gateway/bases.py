@@ -1,7 +1,8 @@
 """What the gateway knows of a base model: its card, its tokenizer, its chat template.
 
-All of it comes from the object store, where an engine put it under the model's fingerprint; so it never
-changes and is read once. A base without tokenizer files serves token-id prompts only.
+All of it comes from the object store, where an engine put it under the model's fingerprint. The weights behind
+a fingerprint never change, but limits and files may: an engine that was started anew writes the card again, and
+`refresh` sees it. A base without tokenizer files serves token-id prompts only.
 """
 
 import asyncio
@@ -85,15 +86,28 @@ class BaseShelf:
                 self._known[fingerprint] = await asyncio.to_thread(_read_base, self._blobs, fingerprint)
         return self._known[fingerprint]
 
+    async def refresh(self, fingerprint: Fingerprint) -> None:
+        """Read a base again if its card has changed. Raises Unavailable, and keeps what is known."""
+        known = await self.get(fingerprint)
+        if await asyncio.to_thread(_read_card, self._blobs, fingerprint) != known.card:
+            self._known[fingerprint] = await asyncio.to_thread(_read_base, self._blobs, fingerprint)
 
-def _read_base(blobs: BlobStore, fingerprint: Fingerprint) -> Base:
+
+def _read_card(blobs: BlobStore, fingerprint: Fingerprint) -> BaseCard:
     try:
-        card = msgspec.json.decode(blobs.get(keys.base_card(fingerprint)), type=BaseCard)
-        files = {name: blobs.get(keys.base_file(fingerprint, name)) for name in card.tokenizer_files}
+        return msgspec.json.decode(blobs.get(keys.base_card(fingerprint)), type=BaseCard)
     except FileNotFoundError as error:
-        raise Unavailable(f"the base model's card is not complete in the store: {error}") from None
+        raise Unavailable(f"the store has no card of this base model yet: {error}") from None
     except msgspec.DecodeError as error:
         raise Unavailable(f"the base model's card cannot be read: {error}") from None
+
+
+def _read_base(blobs: BlobStore, fingerprint: Fingerprint) -> Base:
+    card = _read_card(blobs, fingerprint)
+    try:
+        files = {name: blobs.get(keys.base_file(fingerprint, name)) for name in card.tokenizer_files}
+    except FileNotFoundError as error:
+        raise Unavailable(f"the base model's files are not complete in the store: {error}") from None
     try:
         tokenizer = Tokenizer.from_buffer(files["tokenizer.json"]) if "tokenizer.json" in files else None
         config = json.loads(files.get("tokenizer_config.json", b"{}"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ from infinilora.runtime.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 
 BASES_POLL_S = 0.2
+CARDS_POLL_S = 5.0
+"""An engine that was started anew with other limits has written another card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,13 @@ async def _follow_members(members: Members, fleet: Fleet) -> None:
 async def _read_bases(fleet: Fleet, shelf: BaseShelf) -> None:
     """Read the card and tokenizer of what engines serve before a client asks; an engine may still be storing them."""
     said: dict[Fingerprint, str] = {}
+    looked_s = time.monotonic()
     while True:
+        is_due = time.monotonic() - looked_s > CARDS_POLL_S
+        looked_s = time.monotonic() if is_due else looked_s
         for fingerprint in set(fleet.served().values()):
             try:
-                await shelf.get(fingerprint)
+                await (shelf.refresh(fingerprint) if is_due else shelf.get(fingerprint))
             except Unavailable as error:
                 if said.get(fingerprint) != error.message:
                     said[fingerprint] = error.message
