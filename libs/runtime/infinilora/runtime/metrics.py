@@ -132,16 +132,10 @@ class GatewayMetrics:
         self.registry_age_s = Gauge(
             "infinilora_registry_age_seconds", "Since the mirror last agreed with the store.", registry=registry
         )
-        self.lora_info = Gauge(
-            "vllm:lora_requests_info",
-            "Stamp of the latest report of running and waiting adapters, for routers that expect it.",
-            ("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
-            registry=registry,
-        )
 
 
 class EngineMetrics:
-    """The scheduler, the steps and the wait for deltas."""
+    """The scheduler and the steps."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.running = Gauge("infinilora_engine_running", "Sequences running.", registry=registry)
@@ -151,12 +145,6 @@ class EngineMetrics:
             "infinilora_engine_step_seconds", "One forward pass.", buckets=_STEP_S, registry=registry
         )
         self.step_rows = Counter("infinilora_engine_step_rows", "Rows computed.", ("kind",), registry=registry)
-        self.lora_wait_s = Histogram(
-            "infinilora_engine_lora_wait_seconds",
-            "Time a site waited for its delta after its base product was done.",
-            buckets=_SITE_S,
-            registry=registry,
-        )
         self.preemptions = Counter("infinilora_engine_preemptions", "Sequences put back.", registry=registry)
         self.prefix_hits = Counter(
             "infinilora_engine_prefix_tokens", "Prompt tokens, by cache outcome.", ("outcome",), registry=registry
