@@ -135,7 +135,17 @@ async def test_sources_outside_the_roots_are_refused_and_tell_nothing(tmp_path: 
         for source in (
             *(f"file://{outside}", f"{inside}/link", f"{inside}/../outside", f"{inside}/%2e%2e/outside"),
             *(f"{inside}/holder", "file:///etc", "file:///nonexistent", "file://host/etc", "http://169.254.169.254/"),
-            *("s3://other-bucket/x", "/etc", "", f"{inside}/a%00b", "s3:///x", f"{inside}?x=1"),
+            *(
+                "s3://other-bucket/x",
+                "/etc",
+                "",
+                "file://",
+                "file:",
+                "file:adapters",
+                f"{inside}/a%00b",
+                "s3:///x",
+                f"{inside}?x=1",
+            ),
         ):
             answer = await create(house, "a1", source)
             assert answer.status_code == 400, source

@@ -111,3 +111,9 @@ def test_token_ids_are_checked_against_the_vocabulary() -> None:
     ):
         with pytest.raises(InvalidRequest):
             make(completion(**bad))
+
+
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"model": "m", "x": ' + b"[" * 100_000])
+def test_a_body_nested_without_end_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        read_body(CompletionBody, raw)

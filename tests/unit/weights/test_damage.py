@@ -99,3 +99,9 @@ def test_noise_is_refused(config: bytes, tensors: bytes) -> None:
 
 def test_the_good_adapter_is_served(good: Files) -> None:
     assert served(good.config, good.tensors)
+
+
+def test_nesting_without_end_is_refused(good: Files) -> None:
+    deep = b'{"x": ' * 100_000
+    assert not served(deep, good.tensors)
+    assert not served(good.config, len(deep).to_bytes(8, "little") + deep)

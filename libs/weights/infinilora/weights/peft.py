@@ -61,6 +61,8 @@ def _parse_config(data: bytes) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(CONFIG_FILE, "content", found=str(error), wanted="a JSON object") from error
+    except RecursionError:
+        raise invalid(CONFIG_FILE, "content", found="nesting too deep to read", wanted="a JSON object") from None
 
 
 def _tensors_path(directory: Path) -> Path:

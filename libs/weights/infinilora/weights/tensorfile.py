@@ -102,6 +102,10 @@ def _parse_header(file: str, header: bytes) -> dict[str, TensorInfo]:
         return {name: msgspec.json.decode(raw, type=TensorInfo) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(file, "header", found=str(error), wanted="the JSON table of a safetensors file") from error
+    except RecursionError:
+        raise invalid(
+            file, "header", found="nesting too deep to read", wanted="the JSON table of a safetensors file"
+        ) from None
 
 
 def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:

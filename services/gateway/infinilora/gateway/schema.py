@@ -108,6 +108,8 @@ def read_body(kind: type[B], raw: bytes) -> B:
         fields = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
     _refuse_adapter_fields(kind, fields)

@@ -35,7 +35,7 @@ class Sources:
         """The directory that holds the adapter; files of a bucket are copied into `scratch`."""
         parts = urlsplit(source)
         match parts.scheme:
-            case "file" if not parts.netloc and not parts.query and not parts.fragment:
+            case "file" if parts.path.startswith("/") and not parts.netloc and not parts.query and not parts.fragment:
                 return self._directory(unquote(parts.path))
             case "s3" if parts.netloc and not parts.query and not parts.fragment:
                 return self._prefix(parts.netloc, unquote(parts.path).strip("/"), scratch)
