@@ -75,7 +75,7 @@ class Catalog:
     # Names
 
     def resolve(self, model: str, tenant: str) -> Target:
-        """What `model` means for this tenant, bound to a digest. Raises 400, 404 or 409."""
+        """What `model` means for this tenant, bound to a digest. Raises 400, 404, 409; 503 while little is known."""
         if not model:
             raise InvalidRequest("model is empty", param="model")
         if (base := self._base(model)) is not None:
@@ -89,6 +89,7 @@ class Catalog:
         if isinstance(ref, BaseRef):
             base = self._base(ref.name)
             if base is None:
+                self._check_informed()
                 raise ModelNotFound(f"base model '{ref.name[:80]}' is not served", param="model")
             return Target(requested=model, base=base)
         return self._adapter(model, ref, tenant)
@@ -102,7 +103,7 @@ class Catalog:
     def _adapter(self, model: str, ref: AdapterRef, tenant: str) -> Target:
         record = self._registry.get(tenant, ref.name) if ref.tenant in (None, tenant) else None
         if record is None:
-            self._check_mirror()
+            self._check_informed()
             raise AdapterNotFound(f"model '{model[:120]}' does not exist, or you may not use it", param="model")
         return Target(
             requested=model,
@@ -113,10 +114,12 @@ class Catalog:
             allows_base=record.fallback == "base",
         )
 
-    def _check_mirror(self) -> None:
-        """An unknown name is only unknown once the registry has been read."""
+    def _check_informed(self) -> None:
+        """A name is only unknown once the registry has been read and an engine been heard."""
         if not self._registry.is_loaded:
             raise Unavailable("the adapter registry has not been read yet", retry_after_s=1.0)
+        if not self._fleet.known():
+            raise Unavailable("no base model is known yet; is an engine running?", retry_after_s=2.0)
 
     # Adapters
 

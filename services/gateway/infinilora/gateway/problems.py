@@ -17,17 +17,18 @@ def error_body(error: InfiniLoraError) -> dict[str, Any]:
     return {
         "error": {
             "message": error.message,
-            "type": _error_type(error.http_status),
+            "type": _error_type(error),
             "param": error.param,
             "code": error.code,
         }
     }
 
 
-def _error_type(status: int) -> str:
-    if status in _TYPES:
-        return _TYPES[status]
-    return "invalid_request_error" if status < 500 else "server_error"
+def _error_type(error: InfiniLoraError) -> str:
+    """Whose fault it is: what may succeed unchanged another time was none of the caller's."""
+    if error.http_status in _TYPES:
+        return _TYPES[error.http_status]
+    return "server_error" if error.http_status >= 500 or error.retryable else "invalid_request_error"
 
 
 def error_response(error: InfiniLoraError, headers: dict[str, str] | None = None) -> Response:
