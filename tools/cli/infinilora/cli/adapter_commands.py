@@ -91,10 +91,15 @@ def table_of(records: list[Json]) -> Table:
         table.add_row(
             record["name"],
             str(record["version"]),
-            record["digest"][:19],
-            str(record["base"]),
+            _cut_digest(record["digest"]),
+            _cut_digest(str(record["base"])),
             str(record["state"]),
             str(record["max_rank"]),
             in_bytes(record["bytes"]),
         )
     return table
+
+
+def _cut_digest(text: str) -> str:
+    """A digest at the length that tells it apart; a name as it is. A base not served has only its digest."""
+    return text[:19] if text.startswith("sha256:") else text

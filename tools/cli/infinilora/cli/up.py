@@ -1,10 +1,7 @@
 """`infinilora up`: everything on this machine, from nothing to a URL, until Ctrl-C."""
 
 import asyncio
-import json
-import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +14,7 @@ from infinilora.cli.model_commands import prepared
 from infinilora.cli.options import VarDir
 from infinilora.cli.stack import Stack, Urls
 from infinilora.cli.terminal import err, errors, out
+from infinilora.cli.welcome import speech_of, welcome
 
 Model = Annotated[str, typer.Option("--model", help=f"{', '.join(models.DEMO_MODELS)}, or a Hugging Face directory.")]
 Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
@@ -99,7 +97,7 @@ async def _serve(stack: Stack) -> None:
     try:
         await stack.start()
         await asyncio.to_thread(_register_demo, stack)
-        out.print(welcome(stack.url, stack.served_name))
+        out.print(welcome(stack.url, stack.served_name, speech_of(stack.model)))
         await asyncio.Event().wait()
     finally:
         await stack.stop()
@@ -108,45 +106,3 @@ async def _serve(stack: Stack) -> None:
 def _register_demo(stack: Stack) -> None:
     with Api(stack.url) as api:
         demo.register(api, stack.served_name, stack.home.directory / "demo.json")
-
-
-def welcome(url: str, model: str) -> str:
-    """What a newcomer sees when all is ready: the URL, the adapters, three commands to try."""
-    adapters = demo.adapters_of(model)
-    listed = [f"{a.name:9} {a.manner}" for a in adapters] or ["none yet: infinilora adapter push DIR --name NAME"]
-    first = adapters[0] if adapters else None
-    name, prompt = (first.name, first.prompt) if first else (model, "Who are you?")
-    last = adapters[-1] if adapters else None
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": prompt}], "max_tokens": 64})
-    elsewhere = "" if url.endswith(":8000") else f" --url {url}"
-    return "\n".join(
-        [
-            "",
-            f"  InfiniLoRA is serving [bold]{model}[/bold] at [bold]{url}[/bold]",
-            "",
-            *(f"  {'adapters' if i == 0 else '':10} {line}" for i, line in enumerate(listed)),
-            "",
-            "  Try, in another terminal:",
-            "",
-            f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\",
-            f"    -d '{body}'",
-            "",
-            f"  {_beside('python')} -c 'from openai import OpenAI",
-            f'client = OpenAI(base_url="{url}/v1", api_key="none")',
-            f'answer = client.chat.completions.create(model="{name}", max_tokens=64,',
-            f'    messages=[{{"role": "user", "content": "{prompt}"}}])',
-            "print(answer.choices[0].message.content)'",
-            "",
-            f"  {_beside('infinilora')} chat --model {last.name if last else model}{elsewhere}",
-            "",
-            "  Ctrl-C stops everything.",
-        ]
-    )
-
-
-def _beside(name: str) -> str:
-    """How to call a program of this environment from here: by its name if the PATH leads to it."""
-    path = Path(sys.executable).parent / name
-    if shutil.which(name) == str(path) or not path.exists():
-        return name
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
