@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinilora.protocol.control import Beat, ProcessKind
-from infinilora.runtime.membership import DEAD_BEATS, Change, Membership, health_after, of_kind
+from infinilora.runtime.membership import DEAD_BEATS, MAX_PAST, Change, Membership, health_after, of_kind
 
 
 def beat(
@@ -48,6 +48,15 @@ def test_a_member_joins_falls_silent_and_dies_in_three_beats() -> None:
         changes += [(kind, now) for kind, _ in told(view.sweep(now))]
         now += 0.5
     assert changes == [("suspect", 21.5), ("dead", 23.0)]
+
+
+def test_a_process_that_dies_for_ever_does_not_fill_the_memory() -> None:
+    view = Membership(1.0)
+    for life in range(1000):
+        view.hear(beat(life=str(life)), life)
+    (member,) = view.members()
+    assert len(member.past) == MAX_PAST
+    assert view.hear(beat(life="998", seq=9), 1000) == []
 
 
 def test_a_late_beat_clears_suspicion() -> None:

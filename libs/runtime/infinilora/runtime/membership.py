@@ -9,7 +9,7 @@ A life of a process is an *incarnation*: a new one replaces the old, whose late 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from infinilora.protocol.control import Beat, ProcessKind
@@ -20,6 +20,8 @@ ChangeKind = Literal["joined", "replaced", "updated", "suspect", "alive", "dead"
 SUSPECT_BEATS = 1.5
 DEAD_BEATS = 3.0
 THAW_BEATS = 2.0
+MAX_PAST = 64
+"""Of a process that dies and starts for ever, no more lives are remembered: a beat is never so late."""
 FORGET_BEATS = 240.0
 """The dead are remembered for two minutes, so that a late beat of theirs is known for what it is."""
 
@@ -31,8 +33,8 @@ class Member:
     beat: Beat
     heard_at: float
     health: Health = "alive"
-    past: frozenset[str] = field(default_factory=frozenset)
-    """Earlier incarnations."""
+    past: tuple[str, ...] = ()
+    """Earlier incarnations, the last MAX_PAST."""
 
     @property
     def key(self) -> "MemberKey":
@@ -99,7 +101,7 @@ class Membership:
         if beat.incarnation in known.past:
             return []
         if beat.incarnation != known.beat.incarnation:
-            past = known.past | {known.beat.incarnation}
+            past = (*known.past, known.beat.incarnation)[-MAX_PAST:]
             return self._keep("replaced", Member(beat, now, past=past))
         if beat.seq <= known.beat.seq:
             return []
