@@ -93,7 +93,7 @@ async def remote(case: Case, service: Service, backend: str) -> AsyncIterator[Re
         yield lora
         lora.close()
         running.cancel()
-        await eventually(lambda: not server.sessions, "the server saw the end of the link")
+        await eventually(lambda: not server.open_links, "the server saw the end of the link")
     opener.close()
     pool.check_idle()
     pool.close()

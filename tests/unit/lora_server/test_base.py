@@ -56,6 +56,7 @@ async def test_a_name_is_what_a_living_engine_says_it_is(tmp_path: Path) -> None
 
 async def test_without_an_engine_the_only_card_of_the_name_is_taken(tmp_path: Path) -> None:
     blobs = publish(DirectoryBlobs(tmp_path), CARD, make_card("mixtral", num_experts=4))
+    blobs.put(keys.base_card(OTHER.fingerprint), b"{")  # another's card that nobody can read is in nobody's way
     async with neighbours() as (_, members), asyncio.timeout(5):
         assert await find_card(CARD.name, blobs, members) == CARD
 

@@ -36,7 +36,7 @@ async def find_card(wanted: str, blobs: BlobStore, members: Members) -> BaseCard
         try:
             if card := await asyncio.to_thread(_read, blobs, wanted, fingerprint, may_guess=may_guess):
                 return card
-            reason = "no engine of it beats and the store has no card, or several, of that name"
+            reason = "no engine of it beats and the store has no card that can be read, or several, of that name"
         except Unavailable as error:
             reason = error.message
         if may_guess and not has_said:
@@ -80,3 +80,7 @@ def _card(blobs: BlobStore, name: str) -> BaseCard | None:
         return msgspec.json.decode(blobs.get(name), type=BaseCard)
     except FileNotFoundError:
         return None
+    except msgspec.DecodeError:
+        return (
+            None  # of a base that is not ours, or an engine will write it again: what is missing is said by find_card
+        )

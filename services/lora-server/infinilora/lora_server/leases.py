@@ -44,7 +44,7 @@ class Identity:
 
 
 class LoraServer:
-    """The rpc. `sessions` are the open links, by holder name; each has its serving thread."""
+    """The rpc. `open_links`: what each is still to be told, by holder name; each has its serving thread."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LoraServer:
         self._traces = traces
         self._metrics = metrics
         self._numbers = count(1)
-        self.sessions: dict[str, Outbox] = {}
+        self.open_links: dict[str, Outbox] = {}
 
     async def open_link(
         self, requests: AsyncIterator[lora_pb2.EngineMessage], _call: Call
@@ -91,13 +91,13 @@ class LoraServer:
 
     def close_idle(self) -> None:
         """End the streams of links that hold no lease."""
-        for holder, outbox in list(self.sessions.items()):
+        for holder, outbox in list(self.open_links.items()):
             if not self._pool.holds(holder):
                 outbox.close()
 
     def close(self) -> None:
         """End every stream; engines run their rows elsewhere."""
-        for outbox in self.sessions.values():
+        for outbox in self.open_links.values():
             outbox.close()
 
     async def _hello(self, requests: AsyncIterator[lora_pb2.EngineMessage]) -> lora_pb2.Hello:
@@ -140,7 +140,7 @@ class LoraServer:
             on_death=self._service.fail_threadsafe,
         )
         thread.start()
-        self.sessions[holder] = outbox
+        self.open_links[holder] = outbox
         return thread, outbox
 
     async def _read(self, requests: AsyncIterator[lora_pb2.EngineMessage], holder: str, outbox: Outbox) -> None:
@@ -168,7 +168,7 @@ class LoraServer:
 
     async def _end(self, thread: LinkThread, holder: str) -> None:
         """The stream is over: leases fall at once, then the link."""
-        self.sessions.pop(holder, None)
+        self.open_links.pop(holder, None)
         self._pool.drop(holder)
         await asyncio.to_thread(thread.stop)
         logger.info("link gone", extra={"engine_id": holder})

@@ -169,6 +169,6 @@ def _link_settings(settings: Settings) -> LinkSettings:
 
 async def _drained(links: LoraServer) -> None:
     """Close each link once it holds no lease. `drain_s` bounds this from outside."""
-    while links.sessions:
+    while links.open_links:
         links.close_idle()
         await asyncio.sleep(DRAIN_POLL_S)
