@@ -78,9 +78,5 @@ def _read(blobs: BlobStore, wanted: str, fingerprint: Fingerprint | None, *, may
 def _card(blobs: BlobStore, name: str) -> BaseCard | None:
     try:
         return msgspec.json.decode(blobs.get(name), type=BaseCard)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError:
-        return (
-            None  # of a base that is not ours, or an engine will write it again: what is missing is said by find_card
-        )
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None  # `find_card` says what is missing; a broken card of another base is in nobody's way
