@@ -71,6 +71,18 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+async def test_a_program_that_cannot_be_started_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    heard = Heard()
+    async with running(program(STAYS), tmp_path, heard) as child:
+        await child.until_ready()
+        child.log.unlink()
+        child.log.mkdir()
+        child.kill()
+        await until(lambda: any("could not be started" in event for event in heard.events))
+        child.log.rmdir()
+        await until(lambda: child.pid)
+
+
 async def test_a_killed_program_runs_again_under_a_new_pid(tmp_path: Path) -> None:
     heard = Heard()
     async with running(program(STAYS), tmp_path, heard) as child:

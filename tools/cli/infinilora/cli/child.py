@@ -148,8 +148,17 @@ class Child:
             self._pause_s = FIRST_PAUSE_S
         if self._deaths < HOPELESS_DEATHS or self._was_ready:
             self._on_event(self.program.name, f"{_how(status)}; starting it again in {self._pause_s:.1f} s")
-            self._timer = loop.call_later(self._pause_s, self._spawn)
+            self._timer = loop.call_later(self._pause_s, self._spawn_again)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+
+    def _spawn_again(self) -> None:
+        """A full disk or process table must not end the watch."""
+        try:
+            self._spawn()
+        except OSError as error:
+            self._on_event(self.program.name, f"could not be started: {error}; trying again in {self._pause_s:.1f} s")
+            self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._spawn_again)
+            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._process:
