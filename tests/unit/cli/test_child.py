@@ -186,3 +186,13 @@ def test_the_end_of_a_log_is_shown_as_a_person_reads_it(tmp_path: Path) -> None:
     log.write_text("plain words\n" + json.dumps({"level": "error", "message": "died", "exception": trace}) + "\n")
     assert tail(log) == "  plain words\n  error: died\n    Traceback:\n    File x\n    KeyError: 'model'"
     assert tail(tmp_path / "none") == "(no log)"
+
+
+async def test_an_end_is_at_once_and_for_good(tmp_path: Path) -> None:
+    heard = Heard()
+    async with running(program(STUBBORN), tmp_path, heard) as child:
+        await until(lambda: "up" in tail(child.log))
+        child.end()
+        await child.stop()
+        assert child.pid is None
+    assert not heard.events

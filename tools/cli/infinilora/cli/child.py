@@ -84,6 +84,11 @@ class Child:
         """End the process as a crash would; it starts again after the pause."""
         self._signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """End the process at once and for good; `stop` still tells when it is gone."""
+        self._wanted = False
+        self._signal(signal.SIGKILL)
+
     async def outage(self, for_s: float) -> None:
         """Kill the process and keep it away for a time; return when it is ready again."""
         self._held = True

@@ -121,6 +121,11 @@ class Stack:
         """Kill -9; the supervisor starts the program again."""
         self._child(name).kill()
 
+    def end(self) -> None:
+        """Kill -9 everything, for good; what a `stop` under way was still waiting for."""
+        for child in self._children.values():
+            child.end()
+
     async def outage(self, name: str, *, for_s: float) -> None:
         """Kill -9 a program, keep it away, and return once it is back and ready."""
         await self._child(name).outage(for_s)

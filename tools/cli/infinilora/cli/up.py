@@ -79,8 +79,7 @@ async def _live(stack: Stack) -> None:
 
     def on_signal() -> None:
         if body.cancelling():
-            for name in stack.names():
-                stack.kill(name)
+            stack.end()
         else:
             err.print("\nstopping; once more to kill")
             body.cancel()
