@@ -189,6 +189,21 @@ async def test_a_client_that_leaves_a_whole_answer_ends_it_too(tmp_path: Path) -
         assert 'infinilora_requests_total{code="client_gone",route="completions"} 8.0' in page
 
 
+async def test_a_client_that_leaves_before_its_body_is_here_is_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_house(tmp_path) as house:
+        host, _, port = house.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        await asyncio.sleep(0.2)
+        assert (await house.complete(max_tokens=1)).status_code == 200
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_nothing_is_cancelled_that_ended_by_itself(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
         house.say(FOX)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
@@ -51,7 +52,7 @@ class Door(NamedTuple):
                     receive=request.receive,
                 )
                 response = await handler(request, caller)
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):  # the second: while its body was still on the way
                 return Response(status_code=CLIENT_GONE_STATUS)
             except InfiniLoraError as error:
                 self.metrics.requests.labels(route=route, code=error.code).inc()
