@@ -153,6 +153,28 @@ def test_adapters_are_listed_shown_and_removed(gateway: tuple[str, type[Gateway]
     assert run("adapter", "rm", "a", "--url", url)[0] == REFUSED
 
 
+@pytest.mark.parametrize("name", ["a?x", "a#x", "b/a", "../adapters/a", "a%00", "[/a]"])
+def test_a_name_is_one_name_whatever_it_holds(gateway: tuple[str, type[Gateway]], tmp_path: Path, name: str) -> None:
+    url = gateway[0]
+    run("adapter", "push", str(peft_directory(tmp_path / "a")), "--name", "a", "--url", url)
+    for command in ("show", "rm"):
+        code, out, err = run("adapter", command, name, "--url", url)
+        assert (code, out) == (REFUSED, ""), err
+    assert run("adapter", "show", "a", "--url", url)[0] == 0
+
+
+def test_markup_in_a_name_is_text(gateway: tuple[str, type[Gateway]]) -> None:
+    done = CliRunner().invoke(app, ["chat", "--model", "[/red]", "--url", gateway[0]], input="hello\n")
+    assert (done.exit_code, done.exception) == (0, None)
+    assert "[/red] at http" in done.stderr
+
+
+def test_what_is_no_url_is_refused() -> None:
+    code, _, err = run("adapter", "ls", "--url", "http://[::")
+    assert code == REFUSED
+    assert "is not a URL" in err
+
+
 def test_chat_prints_an_answer_as_it_comes(gateway: tuple[str, type[Gateway]]) -> None:
     assert run("chat", "hello", "there", "--url", gateway[0]) == (0, "Arr, matey\n", "")
 

@@ -64,7 +64,7 @@ def list_adapters(
 def show(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
     """Show all that is known of an adapter, as JSON."""
     with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
-        record = api.get(f"/v1/adapters/{name}")
+        record = api.adapter(name)
     out.print_json(json.dumps(record))
 
 
@@ -72,8 +72,8 @@ def show(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = 
 def remove(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
     """Remove an adapter. Requests that run with it finish."""
     with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
-        api.delete(f"/v1/adapters/{name}")
-    out.print(f"removed {name}")
+        api.remove(name)
+    out.print(f"removed {name}", markup=False)
 
 
 @app.command(name="demo")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 from typing_extensions import override
@@ -31,7 +32,10 @@ class Api:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(60.0, connect=CONNECT_S)
         # Our services are addressed directly: a proxy of the environment is for other hosts.
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"{url!r} is not a URL: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -45,10 +49,6 @@ class Api:
         with self._errors():
             return _body(self._http.get(path))
 
-    def delete(self, path: str) -> Json:
-        with self._errors():
-            return _body(self._http.delete(path))
-
     def models(self) -> list[Json]:
         models: list[Json] = self.get("/v1/models")["data"]
         return models
@@ -60,6 +60,13 @@ class Api:
     def adapters(self) -> list[Json]:
         adapters: list[Json] = self.get("/v1/adapters")["data"]
         return adapters
+
+    def adapter(self, name: str) -> Json:
+        return self.get(_adapter_path(name))
+
+    def remove(self, name: str) -> Json:
+        with self._errors():
+            return _body(self._http.delete(_adapter_path(name)))
 
     def push(self, name: str, directory: Path, *, replace: bool, on_bytes: OnBytes) -> Json:
         """Upload a PEFT directory as `name`; returns the adapter's record once it can be served."""
@@ -96,6 +103,11 @@ class Api:
             raise Unavailable(f"{self.url}: {str(error) or type(error).__name__}") from error
 
 
+def _adapter_path(name: str) -> str:
+    """Whatever the name holds, it is one name and no other part of a URL."""
+    return f"/v1/adapters/{quote(name, safe='')}"
+
+
 def adapter_files(directory: Path) -> list[Path]:
     """What is uploaded of a PEFT directory. Raises InvalidRequest when it is none."""
     if not directory.is_dir():
@@ -124,9 +136,14 @@ class _Counted(io.FileIO):
 def _body(answer: httpx.Response) -> Json:
     if not answer.is_success:
         raise _error(answer)
-    body = answer.json()
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
     if not isinstance(body, dict):
-        raise Internal(f"{answer.url}: wanted a JSON object, found {type(body).__name__}")
+        raise Internal(
+            f"{answer.url}: wanted a JSON object, found {answer.text[:100]!r}; is it InfiniLoRA that answers?"
+        )
     return body
 
 

@@ -9,7 +9,7 @@ import typer
 from infinilora.cli.api import Api, Json
 from infinilora.cli.find import gateway
 from infinilora.cli.options import ApiKey, Url, VarDir
-from infinilora.cli.terminal import err, errors, out
+from infinilora.cli.terminal import err, errors, out, show_error
 from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable
 
 Prompt = Annotated[list[str] | None, typer.Argument(help="Ask once. `-` reads the prompt from standard input.")]
@@ -53,7 +53,7 @@ def _only_base(api: Api) -> str:
 
 def _converse(api: Api, model: str, messages: list[Json], sampling: Json) -> None:
     """Read, answer, remember, until the end of input. Ctrl-C ends an answer; `/reset` forgets."""
-    err.print(f"[dim]{model} at {api.url}; Ctrl-D ends, Ctrl-C stops an answer, /reset forgets[/dim]")
+    err.print(f"{model} at {api.url}; Ctrl-D ends, Ctrl-C stops an answer, /reset forgets", style="dim", markup=False)
     opening = list(messages)
     while True:
         try:
@@ -72,7 +72,7 @@ def _turn(api: Api, model: str, messages: list[Json], sampling: Json) -> list[Js
     try:
         return [*messages, {"role": "assistant", "content": _answer(api, model, messages, sampling)}]
     except InfiniLoraError as error:
-        err.print(f"[red]{error.code}[/red]: {error.message}", markup=True)
+        show_error(error)
         return messages[:-1]
 
 

@@ -81,6 +81,6 @@ def _content(directory: Path) -> str:
 
 def _current_digest(api: Api, name: str) -> str | None:
     try:
-        return str(api.get(f"/v1/adapters/{name}")["digest"])
+        return str(api.adapter(name)["digest"])
     except AdapterNotFound:
         return None

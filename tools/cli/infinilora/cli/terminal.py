@@ -26,19 +26,23 @@ def show_table(table: Table) -> None:
     console.print(table)
 
 
+def show_error(error: InfiniLoraError) -> None:
+    err.print(f"[red]{error.code}[/red]: {escape(error.message)}")
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """Turn our errors into a line on stderr and an exit code."""
     try:
         yield
     except InfiniLoraError as error:
-        err.print(f"[red]{error.code}[/red]: {escape(error.message)}")
+        show_error(error)
         raise typer.Exit(UNREACHABLE if isinstance(error, Unavailable) else REFUSED) from None
 
 
 def bars() -> Progress:
     """Progress bars that vanish when done; on a pipe nothing is drawn."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, transient=True)
 
 
