@@ -1,4 +1,4 @@
-// y = x W^T + bias with a packed weight: how the product is cut into chunks.
+// y = x W^T + bias with a packed weight: how the product is cut into pieces, a panel each.
 #include "kernels.h"
 #include "pool.h"
 
@@ -8,7 +8,6 @@ int at_least_one(int n) { return n < 1 ? 1 : n; }
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int kRowBlock = 96;          // rows whose activations stay in the second cache beside a panel
-constexpr int kChunksPerThread = 12;   // enough that the last one to finish is not waited for long
 constexpr int64_t kAloneBytes = 65536; // below this the work is over before another thread has woken
 
 }  // namespace
@@ -22,20 +21,17 @@ extern "C" void il_linear(const float* x, int64_t x_stride, const void* packed, 
   int row_blocks = at_least_one(ceil_div(rows, kRowBlock));
   if (panels < threads * 4) row_blocks = at_least_one(rows / 12 < threads * 4 ? ceil_div(rows, 12) : row_blocks);
   int64_t bytes = static_cast<int64_t>(in) * out * (dtype == kF32 ? 4 : 2);
-  int wanted = at_least_one(ceil_div(threads * kChunksPerThread, row_blocks));
-  int step = at_least_one(panels / wanted);
-  int columns = ceil_div(panels, step);
-  auto chunk = [&](int index, int) {
-    int block = index / columns, panel = index % columns * step;
+  int pieces = row_blocks * panels;
+  auto piece = [&](int index) {
+    int block = index / panels;
     int row = static_cast<int>(static_cast<int64_t>(rows) * block / row_blocks);
     int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / row_blocks);
-    int count = panels - panel < step ? panels - panel : step;
-    run({x, x_stride, packed, bias, y, y_stride, in, out, row, end - row, panel, count});
+    run({x, x_stride, packed, bias, y, y_stride, in, out, row, end - row, index % panels, 1});
   };
-  int chunks = row_blocks * columns;
   if (threads == 1 || bytes * ceil_div(rows, 8) < kAloneBytes) {
-    for (int index = 0; index < chunks; ++index) chunk(index, 0);
+    for (int index = 0; index < pieces; ++index) piece(index);
     return;
   }
-  parallel_chunks(chunks, chunk);
+  Shares shares(pieces, threads);
+  parallel_chunks(pieces, [&](int, int thread) { piece(shares.take(thread)); });
 }

@@ -16,7 +16,6 @@
 namespace il {
 namespace {
 
-constexpr int kMaxThreads = 256;
 constexpr int kPauses = 64;  // looks before the first sched_yield: about 2 us, less than a wake-up costs
 
 void pause_cpu() {

@@ -5,9 +5,13 @@
 // process takes fewer chunks, and a worker that wakes late finds the job done.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 namespace il {
+
+constexpr int kMaxThreads = 256;
 
 using RunChunk = void (*)(const void* job, int chunk, int thread);
 
@@ -24,6 +28,36 @@ void parallel_chunks(int num_chunks, const Body& body) {
 }
 
 int num_threads();
+
+// Which of `count` pieces a thread takes next. Each goes through a run of its own in order, so that what it fetches
+// ahead is what it takes next, and then takes from the far end of another's run. Every piece is taken once.
+class Shares {
+ public:
+  Shares(int count, int threads) : threads_(threads) {
+    for (int t = 0; t < threads; ++t) runs_[t].store(run(at(count, t), at(count, t + 1)), std::memory_order_relaxed);
+  }
+
+  int take(int thread) {
+    for (int i = 0; i < threads_; ++i) {
+      std::atomic<uint64_t>& mine = runs_[(thread + i) % threads_];
+      uint64_t seen = mine.load(std::memory_order_relaxed);
+      while (true) {
+        uint32_t first = static_cast<uint32_t>(seen >> 32), end = static_cast<uint32_t>(seen);
+        if (first >= end) break;
+        uint64_t rest = i == 0 ? run(first + 1, end) : run(first, end - 1);
+        if (mine.compare_exchange_weak(seen, rest, std::memory_order_relaxed)) return i == 0 ? first : end - 1;
+      }
+    }
+    return -1;  // not while there are as many takers as pieces
+  }
+
+ private:
+  static uint64_t run(uint32_t first, uint32_t end) { return static_cast<uint64_t>(first) << 32 | end; }
+  uint32_t at(int count, int t) const { return static_cast<uint32_t>(static_cast<int64_t>(count) * t / threads_); }
+
+  int threads_;
+  std::atomic<uint64_t> runs_[kMaxThreads];
+};
 
 // At least `bytes` of memory, aligned to 64, that belong to the calling thread until its next call.
 void* scratch(size_t bytes);
