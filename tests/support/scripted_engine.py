@@ -30,7 +30,7 @@ SERVICE = DESCRIPTOR.services_by_name["Engine"]
 
 @dataclass
 class Loss:
-    """The next stream to have given `after` tokens is lost, once. May be shared by engines."""
+    """The next stream to have given `after` tokens (0: only the prompt's scores) is lost, once. May be shared."""
 
     after: int
     error: InfiniLoraError
@@ -107,6 +107,8 @@ class ScriptedEngine:
             scored = [self._token(i, sampling.prompt_logprobs) for i in prompt[1:]]
             yield GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=scored), degraded=self._is_base(request))
         produced = len(request.token_ids) - len(prompt)
+        if produced == 0:
+            self._lose_at(0)
         for index in range(produced, sampling.max_tokens):
             token_id = self.foretold(request, index)
             is_end = token_id in sampling.stop_token_ids or (token_id == self.eos and not sampling.ignore_eos)
@@ -115,12 +117,15 @@ class ScriptedEngine:
             if is_end:
                 yield self._end(request, "stop", index + 1, token_id)
                 return
-            if self.loss and not self.loss.is_spent and index + 1 >= self.loss.after:
-                self.loss.is_spent = True
-                raise self.loss.error
+            self._lose_at(index + 1)
             if self.pause_after is not None and index + 1 >= self.pause_after:
                 await self.go.wait()
         yield self._end(request, "length", sampling.max_tokens)
+
+    def _lose_at(self, num_tokens: int) -> None:
+        if self.loss and not self.loss.is_spent and num_tokens >= self.loss.after:
+            self.loss.is_spent = True
+            raise self.loss.error
 
     def foretold(self, request: GenerateRequest, index: int) -> int:
         """The token at `index` of the answer; a fallback to the base says what the base would."""

@@ -63,6 +63,15 @@ async def test_each_request_leaves_a_usage_event_however_it_ended(tmp_path: Path
         assert 1 <= left.completion_tokens <= 2
 
 
+async def test_a_usage_event_says_that_the_base_answered(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        await house.seed("a1")
+        await house.complete("a1", max_tokens=1, lora_fallback="base")
+        house.engine.degrades = True
+        await house.complete("a1", max_tokens=1, lora_fallback="base")
+        assert [event.degraded for event in await usage_events(house, 2)] == [False, True]
+
+
 async def test_heat_is_added_once_a_request_for_adapters_only(tmp_path: Path) -> None:
     async with open_house(tmp_path, heat_half_life_s=60) as house:
         digest = await house.seed("a1")

@@ -44,6 +44,18 @@ async def test_a_full_engine_alone_is_the_clients_to_retry(tmp_path: Path) -> No
         assert (answer.status_code, len(house.engine.requests)) == (503, 1)
 
 
+async def test_scores_of_one_model_never_stand_before_tokens_of_another(tmp_path: Path) -> None:
+    async with open_house(tmp_path, engines=2) as house:
+        await house.seed("a1")
+        loss = Loss(0, Unavailable("killed"))
+        for engine in house.engines:
+            engine.loss = loss
+        body = {"max_tokens": 2, "echo": True, "logprobs": 0, "lora_fallback": "base"}
+        answer = await house.complete("a1", prompt=[5, 6], **body)
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "unavailable")
+        assert loss.is_spent
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_a_stream_goes_on_elsewhere_exactly_where_it_was_lost(tmp_path: Path, temperature: float) -> None:
     async with open_house(tmp_path, engines=2) as house:

@@ -125,3 +125,5 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
+    degraded: bool = False
+    """Base output stood in for the adapter's, as the request allowed."""

@@ -71,6 +71,7 @@ class Accounting:
             prompt_tokens=totals.prompt_tokens,
             completion_tokens=totals.completion_tokens,
             finish_reason=",".join(sorted(set(totals.reasons))) if answer.is_complete else "abort",
+            degraded=totals.degraded,
         )
         try:
             await self._bus.durable_publish(subjects.USAGE, event)

@@ -148,9 +148,9 @@ class _Progress:
         """Keep a failure that another engine may heal; raise the others."""
         if not error.retryable or isinstance(error, DeadlineExceeded):
             raise error
-        if self.produced:
+        if self.produced or self.has_prompt_logprobs:
             self._continuations += 1
-            # What may be base output in an adapter's place must not go on as the adapter's.
+            # What may be base output in an adapter's place must not go on as the adapter's, nor the other way round.
             if self._continuations > MAX_CONTINUATIONS or self.job.fallback_base:
                 raise error
         self.failed.add(engine.key)
