@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infinilora.runtime import metrics
+from support.procs import free_port
 
 
 def names(page: bytes) -> set[str]:
@@ -70,11 +71,11 @@ def test_ties_are_read_when_scraped() -> None:
 
 
 def test_a_service_without_http_is_scraped_from_a_thread() -> None:
-    registry = metrics.new_registry()
-    metrics.EngineMetrics(registry).running.set(4)
-    port, stop = metrics.serve(registry, "127.0.0.1", 0)
-    try:
+    port = free_port()
+    with metrics.scraped(f"127.0.0.1:{port}") as registry:
+        assert registry is not None
+        metrics.EngineMetrics(registry).running.set(4)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             assert b"infinilora_engine_running 4.0" in answer.read()
-    finally:
-        stop()
+    with metrics.scraped("") as nothing:
+        assert nothing is None

@@ -12,7 +12,8 @@ OTel's GenAI names are used where there is one, in Prometheus spelling (dots to 
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
@@ -56,18 +57,26 @@ def render(registry: CollectorRegistry) -> bytes:
     return generate_latest(registry)
 
 
-def serve(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Answer scrapes from a daemon thread, for services without HTTP of their own. Gives port and stop."""
+@contextmanager
+def scraped(listen: str) -> Iterator[CollectorRegistry | None]:
+    """A registry whose scrapes a daemon thread answers at `host:port`, for services without HTTP of their own.
+
+    None when `listen` is empty: nothing is measured.
+    """
+    if not listen:
+        yield None
+        return
+    registry = new_registry()
+    host, _, port = listen.rpartition(":")
     server: WSGIServer
     thread: threading.Thread
-    server, thread = start_http_server(port, addr=host, registry=registry)
-
-    def stop() -> None:
+    server, thread = start_http_server(int(port), addr=host, registry=registry)
+    try:
+        yield registry
+    finally:
         server.shutdown()
         server.server_close()
         thread.join()
-
-    return server.server_port, stop
 
 
 class ProcessMetrics:

@@ -82,7 +82,8 @@ async def _engine(
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, traces.shutdown)
-        meter = _measure(settings, stack)
+        registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
+        meter = Meter(metrics.EngineMetrics(registry)) if registry else None
         lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
         loop = make_loop(
             model,
@@ -98,16 +99,6 @@ async def _engine(
         loop.start()
         stack.push_async_callback(asyncio.to_thread, loop.stop)
         yield Engine(loop, mailboxes, model.facts, traces), loop
-
-
-def _measure(settings: Settings, stack: AsyncExitStack) -> Meter | None:
-    if not settings.metrics_listen:
-        return None
-    host, _, port = settings.metrics_listen.rpartition(":")
-    registry = metrics.new_registry()
-    _, stop = metrics.serve(registry, host, int(port))
-    stack.callback(stop)
-    return Meter(metrics.EngineMetrics(registry))
 
 
 def _hooks(mailboxes: Mailboxes, meter: Meter | None, service: Service) -> Hooks:

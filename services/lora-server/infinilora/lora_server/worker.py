@@ -50,7 +50,8 @@ async def serve(settings: Settings, service: Service) -> None:
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
         card = await find_card(settings.base, around.blobs, around.members)
-        measured = _measure(settings, stack)
+        registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
+        measured = LoraServerMetrics(registry) if registry else None
         pool = stack.enter_context(_pool(settings, card, around.blobs, service, measured))
         address, links = await stack.enter_async_context(_links(settings, card, pool, service, measured))
         if measured:
@@ -145,16 +146,6 @@ async def _links(
         # First of all, so that engines hear the end of their streams and not a broken connection.
         stack.callback(server.close)
         yield listening.address, server
-
-
-def _measure(settings: Settings, stack: AsyncExitStack) -> LoraServerMetrics | None:
-    if not settings.metrics_listen:
-        return None
-    host, _, port = settings.metrics_listen.rpartition(":")
-    registry = metrics.new_registry()
-    _, stop = metrics.serve(registry, host, int(port))
-    stack.callback(stop)
-    return LoraServerMetrics(registry)
 
 
 def _link_settings(settings: Settings) -> LinkSettings:
