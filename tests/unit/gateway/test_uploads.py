@@ -1,14 +1,17 @@
 """Uploaded files: what is written, and what hostile archives do not get to do."""
 
 import io
+import os
 import random
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from infinilora.gateway.__main__ import use_scratch
 from infinilora.gateway.uploads import Upload, UploadLimits, adapter_directory, store_uploads
 from infinilora.protocol.errors import InvalidRequest, TooLarge
 
@@ -122,6 +125,23 @@ def test_an_archive_with_a_broken_middle_is_the_clients_fault(tmp_path: Path, me
         data[dice.randrange(100, 2500)] ^= 1 + dice.randrange(255)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         store_uploads([Upload("a.zip", io.BytesIO(bytes(data)))], tmp_path, LIMITS)
+
+
+def test_uploads_wait_in_the_scratch_directory_and_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    scratch = tmp_path / "gateway" / "g0"
+    (scratch / "ingest-left-over").mkdir(parents=True)
+    use_scratch(scratch)
+    with tempfile.SpooledTemporaryFile(max_size=1) as upload:
+        upload.write(b"more than one byte")
+        assert os.fstat(upload.fileno()).st_dev == scratch.stat().st_dev
+        assert tempfile.gettempdir() == str(scratch)
+    assert list(scratch.iterdir()) == []
+    (tmp_path / "file").touch()
+    use_scratch(tmp_path / "file" / "below")
+    assert tempfile.gettempdir() == str(scratch)
 
 
 def test_an_empty_upload_is_refused(tmp_path: Path) -> None:
