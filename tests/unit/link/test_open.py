@@ -1,4 +1,5 @@
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from infinilora.link.listener import TcpListener
 from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach
 from infinilora.protocol.errors import InvalidRequest
 from support.links import Answering, random_rows, rule
+from support.waiting import eventually
 
 
 def _settings(directory: Path | None, **changes: object) -> LinkSettings:
@@ -122,6 +124,29 @@ def test_a_secret_opens_one_link_only() -> None:
     assert second.recv(1) == b""
     for sock in (first, taken, second):
         sock.close()
+    listener.close()
+
+
+async def test_a_listener_outlives_a_lack_of_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    secret = b"a" * 32
+    listener = TcpListener("127.0.0.1", 0)
+    listener.expect(secret)
+    client = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 64, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            hoard.extend(iter(lambda: os.dup(client.fileno()), -1))
+        client.connect((listener.host, listener.port))
+        client.sendall(secret)
+        await eventually(lambda: "link not accepted" in caplog.text, "the refusal is logged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in hoard:
+            os.close(descriptor)
+    listener.take(secret, 5).close()
+    client.close()
     listener.close()
 
 

@@ -1,12 +1,18 @@
 """The door of the `tcp` back-end: accepts the sockets of links, and gives each to whoever expects its secret."""
 
 import hmac
+import logging
 import socket
 import threading
 
 from infinilora.link.errors import LinkTimeout
 from infinilora.link.layout import SECRET_BYTES
 from infinilora.link.tcp import tune
+
+logger = logging.getLogger(__name__)
+
+REST_S = 0.1
+"""How long accepting rests when the process is out of descriptors or memory."""
 
 
 class TcpListener:
@@ -19,6 +25,7 @@ class TcpListener:
         self._sock = socket.create_server((host, port))
         self.host, self.port = self._sock.getsockname()[:2]
         self._opening_timeout_s = opening_timeout_s
+        self._closed = threading.Event()
         self._changed = threading.Condition()
         self._expected: dict[bytes, socket.socket | None] = {}
         self._thread = threading.Thread(target=self._accept, name="link-listener", daemon=True)
@@ -45,6 +52,7 @@ class TcpListener:
 
     def close(self) -> None:
         """Stop accepting; links already given out live on."""
+        self._closed.set()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         finally:
@@ -55,8 +63,11 @@ class TcpListener:
         while True:
             try:
                 sock, _ = self._sock.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.wait(REST_S):
+                    return
+                logger.warning("link not accepted", extra={"reason": str(error)})
+                continue
             opening = threading.Thread(target=self._admit, args=(sock,), name="link-opening", daemon=True)
             opening.start()
 
@@ -64,9 +75,10 @@ class TcpListener:
         sock.settimeout(self._opening_timeout_s)
         try:
             shown = _read_secret(sock)
+            tune(sock)
         except OSError:
-            shown = b""
-        tune(sock)
+            sock.close()
+            return
         with self._changed:
             for secret, taken in self._expected.items():
                 if hmac.compare_digest(secret, shown) and taken is None:

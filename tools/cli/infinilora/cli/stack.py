@@ -54,8 +54,8 @@ class Stack:
         extra_env: Mapping[str, str] | None = None,
         on_event: OnEvent = _unheard,
     ) -> None:
-        if lora not in ("remote", "local"):
-            raise InvalidRequest(f"lora is {lora!r}; wanted 'remote' or 'local'", param="lora")
+        if lora not in ("remote", "local", "none"):
+            raise InvalidRequest(f"lora is {lora!r}; wanted 'remote', 'local' or 'none'", param="lora")
         self.home = Home(var_dir)
         self.model = find_model(model, self.home.directory)
         self.served_name = served_name or self.model.name
