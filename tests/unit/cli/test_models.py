@@ -52,7 +52,7 @@ def test_a_worker_that_ends_without_a_word_has_not_made_it() -> None:
 
 def test_a_stack_refuses_what_it_cannot_run_before_it_starts_anything(tmp_path: Path) -> None:
     path = prepared(tmp_path, "smollm2-135m")
-    with pytest.raises(InvalidRequest, match="'remote' or 'local'"):
+    with pytest.raises(InvalidRequest, match="'remote', 'local' or 'none'"):
         Stack(tmp_path, model=str(path), lora="both")
     stack = Stack(tmp_path, model="smollm2-135m")
     assert stack.served_name == "smollm2-135m"
