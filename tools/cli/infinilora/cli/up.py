@@ -19,7 +19,7 @@ from infinilora.cli.welcome import speech_of, welcome
 Model = Annotated[str, typer.Option("--model", help=f"{', '.join(models.DEMO_MODELS)}, or a Hugging Face directory.")]
 Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP API; 0: any that is free.")]
-Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: inside the engine. none: base only.")]
+Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: in the engine. none: base only.")]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for an engine's step; 0: all.")]
 Nats = Annotated[str, typer.Option("--nats", help="A NATS server of yours: nats://user:password@host:port.")]
 Redis = Annotated[str, typer.Option("--redis", help="A Redis server of yours: redis://:password@host:port/0.")]
