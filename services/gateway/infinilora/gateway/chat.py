@@ -104,7 +104,7 @@ class ChatShape:
         return self._part(index, {"role": "assistant", "content": ""})
 
     def echo(self, index: int, scored: tuple[Scored, ...]) -> dict[str, Any]:
-        raise AssertionError("a plan of a chat asks for no echo")
+        raise NotImplementedError("chat has no echo")
 
     def delta(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """The text, then the end as a part of its own: some clients read no text from a part that ends."""
