@@ -8,6 +8,7 @@
     │   └── Unauthenticated     invalid_api_key          401
     ├── AdapterError
     │   ├── AdapterNotFound     adapter_not_found        404
+    │   ├── SourceNotFound      source_not_found         404
     │   ├── AdapterForbidden    adapter_forbidden        403
     │   ├── AdapterInvalid      adapter_invalid          422
     │   ├── AdapterFailed       adapter_failed           424   retryable
@@ -15,7 +16,10 @@
     ├── ModelNotFound           model_not_found          404
     ├── RateLimited             rate_limited             429   retryable, Retry-After
     ├── Overloaded              overloaded               503   retryable, Retry-After
+    ├── FeatureOff              feature_off              403   an operator switched it off
     ├── Unavailable             unavailable              503   retryable, Retry-After   a dependency is away
+    │   ├── StoreRefused        store_refused            503   retryable, Retry-After
+    │   └── StoreFull           store_full               507   retryable
     ├── DeadlineExceeded        deadline_exceeded        504   retryable
     ├── StaleEpoch              stale_epoch              409   a deposed leader spoke
     └── Internal                internal                 500
@@ -108,6 +112,13 @@ class AdapterNotFound(AdapterError):
     http_status = 404
 
 
+class SourceNotFound(AdapterError):
+    """Where the adapter's files should be, there is no adapter; the message names the file that was looked for."""
+
+    code = "source_not_found"
+    http_status = 404
+
+
 class AdapterForbidden(AdapterError):
     """The adapter exists and this caller may not use it."""
 
@@ -161,12 +172,32 @@ class Overloaded(InfiniLoraError):
     retryable = True
 
 
+class FeatureOff(InfiniLoraError):
+    """This service can do it and its operator does not let it; the message names the setting."""
+
+    code = "feature_off"
+    http_status = 403
+
+
 class Unavailable(InfiniLoraError):
     """Something this call needs is away: broker, store, engine, LoRA server."""
 
     code = "unavailable"
     http_status = 503
     retryable = True
+
+
+class StoreRefused(Unavailable):
+    """The object store answered and does not let us in. The message names no host, bucket, key or secret."""
+
+    code = "store_refused"
+
+
+class StoreFull(Unavailable):
+    """The object store or a disk has no room for what was to be written."""
+
+    code = "store_full"
+    http_status = 507
 
 
 class DeadlineExceeded(InfiniLoraError):

@@ -88,6 +88,7 @@ _STATUS_OF_HTTP = {
     500: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.UNAVAILABLE,
 }
 _LEAF_OF_STATUS: dict[grpc.StatusCode, type[InfiniLoraError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
