@@ -6,12 +6,15 @@ The packed data section, layer by layer and site by site (ascending), each *bloc
 
     dense site   | A_q [r_q, in] | A_k [r_k, in] | A_v [r_v, in] | Bt_q [r_q, out_q] | Bt_k ... | pad |
     MoE site     one such block for each expert 0..E-1, all of one size
+    vectors      after all Bt of a block, each fp32 [out] at a multiple of 64: bias_q | colscale_q | bias_k ...
 
-A is row-major as PEFT stores it; Bt is B transposed, so that a row of Bt is read along the output.
+A is row-major as PEFT stores it; Bt is B transposed, so that a row of Bt is read along the output. Only parts that say
+so have vectors: y = y * colscale + (scale * (x A^T) Bt + bias). A block without any lies as it did before v2.
 """
 
 import enum
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +23,8 @@ from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 PACK_VERSION = 1
 BLOCK_ALIGN = 64
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+VECTOR_BYTES = 4
+"""Bytes of a number of a bias or a column scale: fp32 whatever the manifest's dtype."""
 
 
 class Site(enum.IntEnum):
@@ -36,6 +41,7 @@ class Site(enum.IntEnum):
     ROUTER = 8
     LM_HEAD = 9
     EMBED = 10
+    SHARED_GATE = 11
 
     @property
     def label(self) -> str:
@@ -57,6 +63,7 @@ PARTS: dict[Site, tuple[str, ...]] = {
     Site.ROUTER: ("router",),
     Site.LM_HEAD: ("lm_head",),
     Site.EMBED: ("embed",),
+    Site.SHARED_GATE: ("shared_gate",),
 }
 """The projections fused at a site, in the order of their columns."""
 
@@ -101,14 +108,21 @@ class BaseCard(msgspec.Struct, frozen=True, kw_only=True):
         return {(s.layer, s.site): s for s in self.sites}
 
 
-class PartEntry(msgspec.Struct, frozen=True):
-    """One projection of a packed site. `scale` is alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+class PartEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One projection of a packed site. `scale` is alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+
+    What an adapter does not have is not written, so that a manifest older than a field keeps its bytes and its digest.
+    """
 
     name: str
     rank: int
     scale: float
     out_dim: int
     out_offset: int
+    has_bias: bool = False
+    """A vector [out] that is added to the delta as it is: whatever scales it is in it."""
+    has_colscale: bool = False
+    """A vector [out] that the base model's output is multiplied by before the delta is added (DoRA)."""
 
 
 class SiteEntry(msgspec.Struct, frozen=True):
@@ -162,10 +176,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartSpan(msgspec.Struct, frozen=True):
-    """Byte offsets of a part's A and Bt from the start of its block."""
+    """Byte offsets of a part's A, Bt and vectors from the start of its block; -1: the part has no such vector."""
 
     a: int
     bt: int
+    bias: int = -1
+    colscale: int = -1
 
 
 def block_spans(parts: Sequence[PartEntry], in_dim: int, dtype: str) -> tuple[tuple[PartSpan, ...], int]:
@@ -175,11 +191,24 @@ def block_spans(parts: Sequence[PartEntry], in_dim: int, dtype: str) -> tuple[tu
     for part in parts:
         spans_a.append(a_at)
         a_at += part.rank * in_dim * width
-    bt_at, spans = a_at, []
-    for part, a in zip(parts, spans_a, strict=True):
-        spans.append(PartSpan(a=a, bt=bt_at))
+    bt_at, spans_bt = a_at, []
+    for part in parts:
+        spans_bt.append(bt_at)
         bt_at += part.rank * part.out_dim * width
-    return tuple(spans), -(-bt_at // BLOCK_ALIGN) * BLOCK_ALIGN
+    at, spans = _aligned(bt_at), []
+    for part, a, bt in zip(parts, spans_a, spans_bt, strict=True):
+        vector_bytes = _aligned(part.out_dim * VECTOR_BYTES)
+        bias = colscale = -1
+        if part.has_bias:
+            bias, at = at, at + vector_bytes
+        if part.has_colscale:
+            colscale, at = at, at + vector_bytes
+        spans.append(PartSpan(a=a, bt=bt, bias=bias, colscale=colscale))
+    return tuple(spans), at
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_ALIGN) * BLOCK_ALIGN
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -195,6 +224,15 @@ def manifest_digest(manifest: Manifest) -> Digest:
     return digest_of(encode_manifest(manifest))
 
 
+class AdapterWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner should know of an adapter that is served all the same. Peers match on `code`; `text` may change."""
+
+    code: str
+    text: str
+    count: int = 1
+    """How many modules or keys it is about; `text` may name fewer."""
+
+
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One immutable version behind a name."""
 
@@ -206,6 +244,13 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int
     num_tensors: int = 0
     """A and B matrices matched to the base model, each expert's counted."""
+    warnings: tuple[AdapterWarning, ...] = ()
+    narrowed: str = ""
+    """The dtype that the owner asked to narrow to; empty: packed as it came."""
+    narrow_error: float = 0.0
+    """The largest error that narrowing made at any site, of the delta's size there."""
+    declared_base: str = ""
+    """The base model that the adapter's own config names: words of its trainer, which nothing is looked up by."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,3 +265,31 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     fallback: str = "none"
     """`none`: fail closed. `base`: this adapter's owner accepts base output when it cannot be served."""
+    deleted_at: str = ""
+    """Set: a tombstone. Nothing resolves to it and no list shows it; it keeps `last_version`."""
+    last_version: int = 0
+    """The highest version ever given under this name, deleted ones too, so that `name@vN` means one digest for ever.
+
+    0: the highest of `versions` (a record older than this field).
+    """
+    aliases: tuple[str, ...] = ()
+    """Names of the `AliasRecord`s that point here; written in one script with them."""
+
+
+class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Another name for an adapter. Written by compare-and-set on `revision`."""
+
+    tenant: str
+    name: str
+    target: str
+    """`name`, `name@vN` or `name@sha256:...` of the same tenant; never another alias."""
+    revision: int
+
+
+class DigestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who still needs a packed file. Compare-and-set between registration and collection decides which comes first."""
+
+    state: Literal["live", "dying"] = "live"
+    """`dying`: being dropped from every tier and the store. Only a record without references may become so."""
+    refs: tuple[str, ...] = ()
+    """`tenant/name@vN` of every version that has this digest."""

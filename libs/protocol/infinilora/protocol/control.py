@@ -65,6 +65,12 @@ class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
     digest: Digest
 
 
+class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
+    """Drop an adapter from every tier of this process once no lease is on it. Idempotent; not resident is done."""
+
+    digest: Digest
+
+
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
     """Keep (or stop keeping) an adapter resident whatever its heat."""
 
@@ -83,7 +89,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     command_id: str
     epoch: int
-    body: Stage | Evict | Pin | Drain
+    body: Stage | Evict | Pin | Drain | Forget
 
 
 class CommandReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +100,9 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A name changed: `put` (new current digest) or `delete`."""
+    """A name changed: `put` (new current digest), `delete`, or `alias` (this other name now means `digest`)."""
 
-    action: Literal["put", "delete"]
+    action: Literal["put", "delete", "alias"]
     tenant: str
     name: str
     revision: int

@@ -22,6 +22,21 @@ def adapter(tenant: str, name: str) -> str:
     return f"infinilora:adapter:{tenant}/{name}"
 
 
+def alias(tenant: str, name: str) -> str:
+    """JSON `AliasRecord`. Writer: the adapter API, by compare-and-set."""
+    return f"infinilora:alias:{tenant}/{name}"
+
+
+def tenant_index(tenant: str) -> str:
+    """Sorted set of a tenant's adapter names, all of score 0: pages are ranges of names. Writer: the adapter API."""
+    return f"infinilora:registry:tenant:{tenant}"
+
+
+def digest(digest: Digest) -> str:
+    """JSON `DigestRecord`. Writers: the adapter API and the leading coordinator, by compare-and-set."""
+    return f"infinilora:digest:{digest}"
+
+
 def placement(base: Fingerprint) -> str:
     """JSON `Placement`. Writer: the leading coordinator."""
     return f"infinilora:placement:{base}"

@@ -5,7 +5,7 @@ import logging
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
 from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Pin, Stage
-from infinilora.protocol.errors import StaleEpoch, Unavailable
+from infinilora.protocol.errors import InvalidRequest, StaleEpoch, Unavailable
 from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ class Commands:
                 self._pool.pin(digest, pinned=pinned)
             case Drain(draining=draining):
                 self._drain(draining=draining or self._is_stopping)
+            case other:
+                wanted = "stage, evict, pin or drain"
+                raise InvalidRequest(f"a LoRA server takes no {type(other).__name__.lower()} command; wanted {wanted}")
         logger.info("command", extra={"body": type(command.body).__name__, "epoch": command.epoch})
         return CommandReply(command_id=command.command_id)
 
