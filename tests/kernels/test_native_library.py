@@ -123,7 +123,7 @@ def test_sleeping_workers_wake_and_the_width_may_change_between_calls() -> None:
         if round_number % 50 == 0:
             cpu_ops.set_threads(1 + round_number // 50 % 3)
         assert torch.allclose(cpu_ops.linear(x, packed), wanted, atol=1e-3)
-    library.il_set_spin(30_000)
+    library.il_set_spin(100_000)
 
 
 def test_a_forked_child_works_alone() -> None:

@@ -69,7 +69,7 @@ struct Pool {
   pthread_t workers[kMaxThreads];
   int num_workers = 0;
   std::atomic<bool> stop{false};
-  std::atomic<int64_t> spin_ns{30000};  // about the Python between two operations of one layer
+  std::atomic<int64_t> spin_ns{100000};  // longer than the Python between two operations of one layer
 
   std::atomic<const void*> data{nullptr};
   std::atomic<RunChunk> run{nullptr};

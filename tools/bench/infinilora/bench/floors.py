@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from infinilora.kernels import cpu_ops, native
+
+FLOPS_STEPS = 200_000
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -56,8 +60,17 @@ def read_bandwidth(threads: int, *, num_bytes: int = 512 << 20, tries: int = 8) 
     return num_bytes / _best(together, tries=tries)
 
 
-def fp32_peak(threads: int, *, size: int = 1536, tries: int = 8) -> float:
-    """FLOP/s of a square fp32 matrix product that fits the caches."""
+def fp32_peak(threads: int, *, tries: int = 8) -> float:
+    """FLOP/s of multiply-adds in registers on every thread; of a matrix product where no native library is."""
+    library = native.load()
+    if library is None:
+        return _matmul_peak(threads, tries=tries)
+    cpu_ops.set_threads(threads)
+    flops = library.il_measure_flops(FLOPS_STEPS)
+    return flops / _best(lambda: library.il_measure_flops(FLOPS_STEPS), tries=tries)
+
+
+def _matmul_peak(threads: int, *, size: int = 1536, tries: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     a, b = torch.randn(size, size), torch.randn(size, size)

@@ -77,10 +77,19 @@ def lora_server(plan: Plan) -> Program:
         "GROUP": "lora-0",
         "LISTEN": f"{HOST}:{plan.lora_server_port}",
         "BASE": plan.served_name,
-        "THREADS": str(plan.threads),
+        "THREADS": str(lora_threads(plan.threads)),
         "LINK_DIR": str(plan.link_dir),
     }
     return _program(plan, "lora-server", settings, _member(plan, "lora-server"), MODEL_READY_S)
+
+
+def lora_threads(engine_threads: int) -> int:
+    """Threads of a LoRA server on the engine's own cores: half, at least one.
+
+    A delta is about a sixth of the base product, and runs beside it. More threads only wake more often, each time
+    in the way of one of the engine's (docs/log.md, 2026-11-30).
+    """
+    return max(1, engine_threads // 2)
 
 
 def gateway(plan: Plan) -> Program:

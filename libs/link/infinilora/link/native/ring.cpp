@@ -24,7 +24,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "elements.h"
+#include "moves.h"
+
+extern "C" int il_level();  // of the kernels, in the same library: 0 portable, 1 AVX2, 2 AVX-512
 
 namespace {
 
@@ -184,28 +186,30 @@ struct Target {  // where a delta goes: row r of the site call at out + r * stri
   bool add;
 };
 
-template <class In, class Out> void take_rows(const char* in, const Target& to, uint64_t row0, uint64_t rows, uint64_t cols) {
-  for (uint64_t r = 0; r < rows; ++r) {
-    const In* from = reinterpret_cast<const In*>(in) + r * cols;
-    Out* out = reinterpret_cast<Out*>(to.out + int64_t(row0 + r) * to.stride);
-    if (to.add) take_row<In, Out, true>(from, out, cols);
-    else take_row<In, Out, false>(from, out, cols);
+const moves::Table& best_moves() {
+#if defined(__x86_64__)
+  switch (il_level()) {
+    case 2: return moves::kAvx512;
+    case 1: return moves::kAvx2;
   }
+#endif
+  return moves::kPortable;
 }
 
-template <class In> void take_as(const char* in, const Target& to, uint64_t row0, uint64_t rows, uint64_t cols) {
-  if (to.dtype == kF32) take_rows<In, F32>(in, to, row0, rows, cols);
-  else if (to.dtype == kBF16) take_rows<In, BF16>(in, to, row0, rows, cols);
-  else take_rows<In, F16>(in, to, row0, rows, cols);
+void take_rows(const char* in, uint32_t dtype, const Target& to, uint64_t row0, uint64_t rows, uint64_t cols) {
+  const auto take = best_moves().take[dtype][to.dtype][to.add];
+  char* out = to.out + int64_t(row0) * to.stride;
+  if (to.stride == int64_t(cols * width(to.dtype))) return take(in, out, rows * cols);
+  for (uint64_t r = 0; r < rows; ++r) take(in + r * cols * width(dtype), out + int64_t(r) * to.stride, cols);
 }
 
 void copy_rows(char* to, uint64_t from, uint64_t stride, uint64_t row_bytes, uint64_t row0, uint64_t rows) {
   const char* at = reinterpret_cast<const char*>(from) + row0 * stride;
   if (stride == row_bytes) {
-    std::memcpy(to, at, rows * row_bytes);
+    best_moves().copy(to, at, rows * row_bytes);
     return;
   }
-  for (uint64_t r = 0; r < rows; ++r) std::memcpy(to + r * row_bytes, at + r * stride, row_bytes);
+  for (uint64_t r = 0; r < rows; ++r) best_moves().copy(to + r * row_bytes, at + r * stride, row_bytes);
 }
 
 // The engine's end ------------------------------------------------------------------------------------------
@@ -289,9 +293,7 @@ struct Engine : Rings {    // begins as zeros
     const uint64_t cols = t.header.out_cols;
     if (frame->kind != kReply || frame->rows != rows || frame->payload_bytes != rows * cols * width(t.header.dtype))
       return kCorrupt;
-    if (t.header.dtype == kF32) take_as<F32>(payload(frame), to, row0, rows, cols);
-    else if (t.header.dtype == kBF16) take_as<BF16>(payload(frame), to, row0, rows, cols);
-    else take_as<F16>(payload(frame), to, row0, rows, cols);
+    take_rows(payload(frame), t.header.dtype, to, row0, rows, cols);
     return kOk;
   }
 
