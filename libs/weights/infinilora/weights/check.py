@@ -3,27 +3,22 @@
 Whatever is not exactly servable is refused here, by file, tensor, found and wanted. The result is a plan.
 """
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
 
 import ml_dtypes
 import numpy as np
 
-from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
-from infinilora.weights.absent import absent_rows, refuse_empty_layers, warning_of
+from infinilora.protocol.adapter import BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
 from infinilora.weights.fused import container_of, establish
-from infinilora.weights.joined import join_of
-from infinilora.weights.keys import Halves, pairs_of
-from infinilora.weights.names import ModuleIndex
+from infinilora.weights.names import Half, ModuleIndex, split_key
 from infinilora.weights.peft import PeftAdapter
-from infinilora.weights.plan import AdapterPlan, Pair, PartPlan, SitePlan
-from infinilora.weights.refuse import invalid, listed
-from infinilora.weights.rules import CONFIG_FILE, Terms
-from infinilora.weights.stacked import Stacked, stack_of
+from infinilora.weights.plan import AdapterPlan, Cut, Pair, PartPlan, SitePlan
+from infinilora.weights.refuse import invalid
+from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import NUMPY_DTYPES
 
 MAX_RANK = 512
+OTHER: dict[Half, Half] = {"A": "B", "B": "A"}
 
 PartKey = tuple[int, Site, int]
 """Layer, site, number of the part."""
@@ -31,8 +26,6 @@ PartKey = tuple[int, Site, int]
 Scaled = tuple[Pair, float]
 Found = dict[PartKey, dict[int, Scaled]]
 """Pair and scale of each block (expert; 0 in a dense site) of each part."""
-
-Placed = Iterator[tuple[PartKey, int, Pair]]
 
 
 def plan_adapter(
@@ -42,53 +35,32 @@ def plan_adapter(
 
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
-    refuse_whole_modules(adapter, card)
-    found = _Places(adapter, ModuleIndex(card)).all()
-    absent = absent_rows(adapter.rules, card, {key: set(blocks) for key, blocks in found.items()})
-    refuse_empty_layers(adapter.tensors.name, absent, {layer for layer, _, _ in found})
     _check_finite(adapter)
+    index = ModuleIndex(card)
+    found: Found = defaultdict(dict)
+    for module, halves in _pairs_of_keys(adapter).items():
+        if container := container_of(module, index):
+            _place_fused(adapter, index, container, halves, found)
+        else:
+            _place_module(adapter, index, module, halves, found)
+    if not found:
+        raise invalid(adapter.tensors.name, "tensors", found="none", wanted="at least one LoRA pair")
     sites = _sites(card, found)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
+    wide, _ = _packed_dtype(adapter, sites, None)
     return AdapterPlan(
         source=adapter,
         base=card.fingerprint,
         num_layers=card.num_layers,
         dtype=kind,
         sites=sites,
-        notes=(*warning_of(absent), *notes),
-        absent=absent,
+        warnings=(*_missing(adapter, card, found), *notes),
+        narrowed_from=wide if wide != kind else "",
     )
 
 
 # Tensors ------------------------------------------------------------------------------------------
-
-
-def refuse_whole_modules(adapter: PeftAdapter, card: BaseCard) -> None:
-    """Weights that replace the base's, by the config's word or by a tensor's name. Names module and both sizes."""
-    file = adapter.tensors
-    for key, info in file.tensors.items():
-        parts = key.removesuffix(".weight").split(".")
-        module = next((name for name in WHOLE_MODULES if name in parts), None)
-        if not module or "base_layer" in parts or any("lora_" in part for part in parts):
-            continue
-        raise invalid(
-            file.name,
-            f"tensor {key}",
-            found=f"the whole of {module}, {list(info.shape)} (modules_to_save, or a vocabulary that was resized)",
-            wanted=f"LoRA halves alone; {module} of {card.name} is {[card.vocab_size, card.hidden_dim]}, "
-            f"a vocabulary of {card.vocab_size}",
-        )
-    if saved := adapter.rules.config.modules_to_save:
-        raise invalid(
-            CONFIG_FILE,
-            "modules_to_save",
-            found=f"{saved!r:.200} (whole modules trained beside the LoRA)",
-            wanted="it unset",
-        )
-
-
-WHOLE_MODULES = ("lm_head", "embed_tokens")
 
 
 def _check_finite(adapter: PeftAdapter) -> None:
@@ -103,53 +75,68 @@ def _check_finite(adapter: PeftAdapter) -> None:
             )
 
 
+def _pairs_of_keys(adapter: PeftAdapter) -> dict[str, dict[Half, str]]:
+    halves: dict[str, dict[Half, str]] = defaultdict(dict)
+    for key in sorted(adapter.tensors.tensors):
+        module, half = split_key(adapter.tensors.name, key)
+        halves[module][half] = key
+    for module, keys in halves.items():
+        for half, key in keys.items():
+            other = OTHER[half]
+            if other not in keys:
+                raise invalid(
+                    adapter.tensors.name,
+                    f"module {module}",
+                    found=f"lora_{half} alone ({key})",
+                    wanted=f"lora_{other} beside it",
+                )
+    return dict(halves)
+
+
 # Places -------------------------------------------------------------------------------------------
 
 
-class _Places:
-    """Where each pair of an adapter belongs. Between calls: what was found, and the modules that nothing targets."""
+def _place_module(adapter: PeftAdapter, index: ModuleIndex, module: str, keys: dict[Half, str], found: Found) -> None:
+    file, rules = adapter.tensors, adapter.rules
+    place = index.find(module)
+    if place is None:
+        raise invalid(file.name, f"tensor {keys['A']}", found=f"module {module}", wanted=index.describe())
+    target = rules.target_key(module)
+    if target is None:
+        raise invalid(
+            file.name,
+            f"tensor {keys['A']}",
+            found=f"{module}, which {CONFIG_FILE} does not target",
+            wanted="only targeted modules (PEFT would silently drop this one)",
+        )
+    rank, part = rules.rank(target), place.geometry.parts[place.part]
+    shapes: dict[Half, tuple[int, int]] = {"A": (rank, place.geometry.in_dim), "B": (part.out_dim, rank)}
+    for half, wanted in shapes.items():
+        shape = file.tensors[keys[half]].shape
+        if shape != wanted:
+            raise invalid(file.name, f"tensor {keys[half]} shape", found=list(shape), wanted=list(wanted))
+    pair = Pair(a=Cut(keys["A"]), bt=Cut(keys["B"], turned=True), rank=rank)
+    key = (place.geometry.layer, place.geometry.site, place.part)
+    _add(adapter, found, key, place.expert or 0, (pair, rules.scale(target)))
 
-    def __init__(self, adapter: PeftAdapter, index: ModuleIndex) -> None:
-        self._file, self._rules, self._index = adapter.tensors, adapter.rules, index
-        self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
-        self._found: Found = defaultdict(dict)
-        self._untargeted: list[str] = []
 
-    def all(self) -> Found:
-        """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
-        for module, halves in self._pairs.items():
-            self._place(module, halves)
-        if self._untargeted:
-            raise invalid(
-                self._file.name,
-                f"{len(self._untargeted)} modules with tensors",
-                found=f"{listed(self._untargeted)}, which {CONFIG_FILE} does not target",
-                wanted="only targeted modules (PEFT would silently drop these)",
-            )
-        return self._found
+def _place_fused(adapter: PeftAdapter, index: ModuleIndex, container: str, keys: dict[Half, str], found: Found) -> None:
+    fused = establish(adapter.tensors, keys["A"], keys["B"], container=container, index=index, rules=adapter.rules)
+    for number, pairs in fused.parts():
+        for expert, pair in enumerate(pairs):
+            key = (fused.geometry.layer, fused.geometry.site, number)
+            _add(adapter, found, key, expert, (pair, fused.scale))
 
-    def _place(self, module: str, halves: Halves) -> None:
-        if container := container_of(module, self._index):
-            self._place_flattened(container, halves)
-        elif place := self._index.find(module):
-            site, part = place.geometry, place.geometry.parts[place.part]
-            if terms := self._terms(module, ()):
-                self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
-                pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
-                self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
-        elif join := join_of(module, self._index):
-            if terms := self._terms(module, join.names):
-                self._check_shapes(halves, terms.rank, join.geometry.in_dim, join.geometry.out_dim)
-                for number, pair in join.pairs(self._file, halves):
-                    key = (join.geometry.layer, join.geometry.site, number)
-                    self._add(key, join.expert or 0, pair, terms.scale)
-        elif stack := stack_of(module, self._index):
-            if terms := self._terms(module, (stack.container,)) or self._terms_of_experts(stack):
-                self._place_stacked(stack, stack.established(self._file, halves, terms.rank), terms)
-        else:
-            raise invalid(
-                self._file.name, f"tensor {halves.a}", found=f"module {module}", wanted=self._index.describe()
-            )
+
+def _add(adapter: PeftAdapter, found: Found, key: PartKey, block: int, scaled: Scaled) -> None:
+    if block in found[key]:
+        raise invalid(
+            adapter.tensors.name,
+            f"tensor {scaled[0].a.tensor}",
+            found=f"a second pair for one projection, beside {found[key][block][0].a.tensor}",
+            wanted="one",
+        )
+    found[key][block] = scaled
 
 
 # Parts and sites ----------------------------------------------------------------------------------
