@@ -48,7 +48,6 @@ def plan_adapter(
     sites = _sites(card, found)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
-    wide, _ = _packed_dtype(adapter, sites, None)
     return AdapterPlan(
         source=adapter,
         base=card.fingerprint,
@@ -56,7 +55,6 @@ def plan_adapter(
         dtype=kind,
         sites=sites,
         warnings=(*_missing(adapter, card, found), *notes),
-        narrowed_from=wide if wide != kind else "",
     )
 
 
