@@ -13,7 +13,7 @@ import redis.exceptions
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime.memory import MemoryStore
-from infinilora.runtime.store import AddMember, Effect, Lease, Raise, RedisStore, RemoveMember, Store, is_passing
+from infinilora.runtime.store import READ_BATCH, Change, Effect, Lease, RedisStore, Stamp, Store, Unstamp, is_passing
 from support.procs import ValkeyServer
 from support.waiting import eventually
 
@@ -83,28 +83,81 @@ async def test_compare_and_set_writes_only_over_what_was_read(store: Store, key:
     assert not await store.compare_and_set(key, read.raw, Record("a", 3))
 
 
+async def test_more_than_one_batch_is_got_in_order(store: Store, key: str) -> None:
+    wanted = [f"{key}:{n}" for n in range(2 * READ_BATCH + 1)]
+    for n in (0, READ_BATCH - 1, READ_BATCH, 2 * READ_BATCH):
+        await store.put(wanted[n], Record("there", n))
+    found = await store.get_many(wanted, Record)
+    assert {n: value.value.number for n, value in enumerate(found) if value} == {
+        n: n for n in (0, READ_BATCH - 1, READ_BATCH, 2 * READ_BATCH)
+    }
+    assert len(found) == len(wanted)
+
+
 async def test_effects_happen_with_the_write_or_not_at_all(store: Store, key: str) -> None:
-    index, revision = f"{key}:index", f"{key}:revision"
-    also: list[Effect] = [AddMember(index, "t/a"), Raise(revision), AddMember(index, "t/b"), Raise(revision)]
+    journal, revision = f"{key}:journal", f"{key}:revision"
+    also: list[Effect] = [Stamp(journal, "t/a", revision), Stamp(journal, "t/b", revision)]
     done = await store.compare_and_set(key, None, Record("a"), also=also)
     assert done.counters == (1, 2)
-    refused = await store.compare_and_set(key, None, Record("b"), also=[AddMember(index, "t/c"), Raise(revision)])
+    refused = await store.compare_and_set(key, None, Record("b"), also=[Stamp(journal, "t/c", revision)])
     assert not refused
     assert refused.counters == ()
-    assert await store.members(index) == {"t/a", "t/b"}
+    assert await store.journal(journal, 0, 10) == [("t/a", 1), ("t/b", 2)]
     assert await store.counter(revision) == 2
 
 
-async def test_delete_if_takes_the_record_and_its_index_entry(store: Store, key: str) -> None:
-    index, revision = f"{key}:index", f"{key}:revision"
-    await store.compare_and_set(key, None, Record("a"), also=[AddMember(index, "t/a")])
+async def test_delete_if_takes_the_record_and_its_journal_entry(store: Store, key: str) -> None:
+    journal, revision = f"{key}:journal", f"{key}:revision"
+    await store.compare_and_set(key, None, Record("a"), also=[Stamp(journal, "t/a", revision)])
     read = await store.get(key, Record)
     assert read is not None
-    assert not await store.delete_if(key, b"other", also=[RemoveMember(index, "t/a")])
-    done = await store.delete_if(key, read.raw, also=[RemoveMember(index, "t/a"), Raise(revision)])
-    assert done.counters == (1,)
+    assert not await store.delete_if(key, b"other", also=[Unstamp(journal, "t/a")])
+    done = await store.delete_if(key, read.raw, also=[Unstamp(journal, "t/a"), Unstamp(journal, "not there")])
+    assert (done.is_done, done.counters) == (True, ())
     assert await store.get(key, Record) is None
-    assert await store.members(index) == set()
+    assert await store.journal(journal, 0, 10) == []
+
+
+async def test_a_journal_is_read_from_any_number_on_and_holds_a_member_once(store: Store, key: str) -> None:
+    journal, revision = f"{key}:journal", f"{key}:revision"
+    for name in ("a", "b", "a", "c"):
+        await store.swap([], also=[Stamp(journal, name, revision)])
+    assert await store.journal(journal, 0, 10) == [("b", 2), ("a", 3), ("c", 4)]
+    assert await store.journal(journal, 2, 10) == [("a", 3), ("c", 4)]
+    assert await store.journal(journal, 0, 1) == [("b", 2)]
+    assert await store.journal(journal, 4, 10) == []
+
+
+async def test_a_swap_of_several_keys_is_made_whole_or_not_at_all(store: Store, key: str) -> None:
+    one, two, three = (f"{key}:{n}" for n in range(3))
+    await store.put(one, Record("one"))
+    await store.put(two, Record("two"))
+    read = [await store.get(name, Record) for name in (one, two)]
+    raws = [value.raw if value else None for value in read]
+    stamp = Stamp(f"{key}:journal", "x", f"{key}:revision")
+    for conditions in ((b"other", raws[1], None), (raws[0], b"other", None), (raws[0], raws[1], b"other")):
+        changes = [
+            Change(name, expected, value)
+            for name, expected, value in zip(
+                (one, two, three), conditions, (Record("new"), None, Record("n")), strict=True
+            )
+        ]
+        assert not await store.swap(changes, also=[stamp])
+    assert [value.value.name if value else None for value in await store.get_many([one, two, three], Record)] == [
+        "one",
+        "two",
+        None,
+    ]
+    assert await store.journal(f"{key}:journal", 0, 10) == []
+    done = await store.swap(
+        [Change(one, raws[0]), Change(two, raws[1], None), Change(three, None, Record("three"))], also=[stamp]
+    )
+    assert done.counters == (1,)
+    assert [value.value.name if value else None for value in await store.get_many([one, two, three], Record)] == [
+        "one",
+        None,
+        "three",
+    ]
 
 
 async def test_of_many_writers_each_round_exactly_one_wins(store: Store, key: str) -> None:
@@ -236,7 +289,7 @@ async def test_a_store_that_is_gone_answers_within_a_second_and_loses_nothing(tm
     loop = asyncio.get_running_loop()
     try:
         async with RedisStore(server.url) as store:
-            assert await store.compare_and_set("k", None, Record("kept"), also=[AddMember("index", "k")])
+            assert await store.compare_and_set("k", None, Record("kept"), also=[Stamp("journal", "k", "revision")])
             server.kill() if how == "killed" else server.freeze()
             for _ in range(4):
                 started = loop.time()
@@ -255,7 +308,7 @@ async def test_a_store_that_is_gone_answers_within_a_second_and_loses_nothing(tm
 
             await eventually(is_back, "the store is back")
             assert store.is_connected
-            assert await store.members("index") == {"k"}
+            assert await store.journal("journal", 0, 10) == [("k", 1)]
     finally:
         server.kill()
 
@@ -272,7 +325,7 @@ async def test_a_store_that_cannot_write_now_is_away_and_not_at_fault(tmp_path: 
                 with pytest.raises(Unavailable, match="now"):
                     await store.put("k", Record("after"))
                 with pytest.raises(Unavailable, match="now"):
-                    await store.compare_and_set("new", None, Record("after"), also=[Raise("count")])
+                    await store.compare_and_set("new", None, Record("after"), also=[Stamp("journal", "k", "count")])
                 found = await store.get("k", Record)
                 assert found is not None
                 assert found.value == Record("before")

@@ -29,7 +29,7 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
-from infinilora.runtime.store import AddMember, Effect, Raise
+from infinilora.runtime.store import Stamp
 from infinilora.runtime.telemetry import Telemetry
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
@@ -141,8 +141,8 @@ class House:
             versions=(version,),
             fallback=fallback,
         )
-        effects: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"{tenant}/{name}"), Raise(keys.REGISTRY_REVISION)]
-        assert await self.store.compare_and_set(keys.adapter(tenant, name), None, record, also=effects)
+        stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry(tenant, name), keys.REGISTRY_REVISION)
+        assert await self.store.compare_and_set(keys.adapter(tenant, name), None, record, also=[stamp])
         await self.gateway.registry.refresh()
         return digest
 

@@ -18,7 +18,7 @@ from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, 
 from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart
-from infinilora.runtime.store import AddMember, Effect, Raise, RedisStore
+from infinilora.runtime.store import RedisStore, Stamp
 from support.procs import NatsServer, Server, ValkeyServer
 from support.waiting import eventually
 
@@ -137,8 +137,8 @@ class LoraServer:
 async def register(store: RedisStore, name: str) -> None:
     version = VersionRecord(version=1, digest=ADAPTER, created_at="", source="", num_bytes=10, max_rank=8)
     record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=ADAPTER, versions=(version,))
-    also: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"default/{name}"), Raise(keys.REGISTRY_REVISION)]
-    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=also)
+    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
+    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
 
 
 async def placement(store: RedisStore) -> Placement | None:

@@ -19,12 +19,16 @@ from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
-from infinilora.runtime.store import AddMember, Effect, Raise
+from infinilora.runtime.store import Stamp
 from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
 POLICY = Policy(reconcile_s=60, heat_half_life_s=60, hot_rps=2.0, fill=1.0, max_hints=4, hint_pause_s=60)
+
+
+def stamp(name: str) -> Stamp:
+    return Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
 
 
 class World:
@@ -51,8 +55,7 @@ class World:
         record = AdapterRecord(
             tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,), pinned=pinned
         )
-        also: list[Effect] = [AddMember(keys.REGISTRY_INDEX, f"default/{name}"), Raise(keys.REGISTRY_REVISION)]
-        await self.store.compare_and_set(keys.adapter("default", name), None, record, also=also)
+        await self.store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
 
     async def warm(self, digest: Digest, requests: float) -> None:
         await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
@@ -145,7 +148,9 @@ async def test_a_new_adapter_and_a_removed_one_change_the_placement() -> None:
         await world.reconciler.round()
         record = await world.store.get(keys.adapter("default", "one"), AdapterRecord)
         assert record is not None
-        await world.store.delete_if(keys.adapter("default", "one"), record.raw, also=[Raise(keys.REGISTRY_REVISION)])
+        tombstone = msgspec.structs.replace(record.value, versions=(), deleted_at="2026-01-02T03:04:05+00:00")
+        key = keys.adapter("default", "one")
+        assert await world.store.compare_and_set(key, record.raw, tombstone, also=[stamp("one")])
         await world.beat("g1")
         await world.reconciler.round()
         placement = await world.placement()

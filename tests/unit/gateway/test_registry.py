@@ -1,70 +1,123 @@
-"""The mirror of the registry: follows events, repairs gaps, stands still without Redis."""
+"""The mirror of the registry: follows the journal, repairs gaps, stands still without Redis."""
 
 import asyncio
 
 import pytest
+from typing_extensions import override
 
 from infinilora.gateway.registry import Registry
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord
+from infinilora.protocol.adapter import AdapterRecord, AliasRecord
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.memory import MemoryBus, MemoryStore
-from infinilora.runtime.store import AddMember, Raise, RemoveMember
+from infinilora.runtime.store import Change, Stamp
 
 DIGEST = Digest("sha256:" + "a" * 64)
 
 
-def record(name: str, revision: int = 1) -> AdapterRecord:
-    return AdapterRecord(tenant="t", name=name, base=Fingerprint("b"), revision=revision, current=DIGEST, versions=())
+class CountingStore(MemoryStore):
+    """Notes which keys were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    @override
+    def _read(self, key: str) -> bytes | None:
+        self.read.append(key)
+        return super()._read(key)
 
 
-async def write(store: MemoryStore, name: str, revision: int = 1) -> int:
-    """As another gateway would; the registry's new revision."""
+def record(name: str, revision: int = 1, *, deleted_at: str = "") -> AdapterRecord:
+    return AdapterRecord(
+        tenant="t",
+        name=name,
+        base=Fingerprint("b"),
+        revision=revision,
+        current=DIGEST,
+        versions=(),
+        deleted_at=deleted_at,
+    )
+
+
+async def write(store: MemoryStore, name: str, revision: int = 1, *, deleted_at: str = "") -> None:
+    """As another gateway would."""
     key, found = keys.adapter("t", name), await store.get(keys.adapter("t", name), AdapterRecord)
-    effects = (AddMember(keys.REGISTRY_INDEX, f"t/{name}"), Raise(keys.REGISTRY_REVISION))
-    swap = await store.compare_and_set(key, found.raw if found else None, record(name, revision), also=effects)
-    return swap.counters[0]
+    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("t", name), keys.REGISTRY_REVISION)
+    value = record(name, revision, deleted_at=deleted_at)
+    assert await store.compare_and_set(key, found.raw if found else None, value, also=[stamp])
 
 
-async def test_everything_is_read_at_first_and_after_a_gap() -> None:
-    store = MemoryStore()
+async def write_alias(store: MemoryStore, name: str, target: str | None) -> None:
+    key = keys.alias("t", name)
+    found = await store.get(key, AliasRecord)
+    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.alias_entry("t", name), keys.REGISTRY_REVISION)
+    value = AliasRecord(tenant="t", name=name, target=target, revision=1) if target else None
+    assert await store.swap([Change(key, found.raw if found else None, value)], also=[stamp])
+
+
+def names(registry: Registry) -> list[str]:
+    return [entry.name for entry in registry.page("t", "", 100)]
+
+
+async def test_everything_is_read_at_first_and_only_changes_from_then_on() -> None:
+    store = CountingStore()
     registry = Registry(store, MemoryBus())
     assert not registry.is_loaded
-    await write(store, "a")
+    for number in range(1203):
+        await write(store, f"n{number:04}")
     await registry.refresh()
     assert registry.is_loaded
-    await write(store, "b")
-    await write(store, "a", revision=2)
+    assert len(registry) == 1203
+    await write(store, "z")
+    await write(store, "n0007", revision=2)
+    store.read.clear()
     await registry.refresh()
-    assert [(r.name, r.revision) for r in registry.of_tenant("t")] == [("a", 2), ("b", 1)]
-    assert registry.of_tenant("other") == []
+    assert sorted(store.read) == [keys.adapter("t", "n0007"), keys.adapter("t", "z")]
+    assert [entry.revision for entry in registry.page("t", "n0006", 2)] == [2, 1]
+    assert len(registry) == 1204
+    assert registry.page("other", "", 10) == []
 
 
-async def test_deletions_are_seen_by_the_revision() -> None:
+async def test_a_tombstone_is_no_adapter_and_a_name_may_come_back() -> None:
     store = MemoryStore()
     registry = Registry(store, MemoryBus())
     await write(store, "a")
     await registry.refresh()
-    found = await store.get(keys.adapter("t", "a"), AdapterRecord)
-    assert found is not None
-    effects = (RemoveMember(keys.REGISTRY_INDEX, "t/a"), Raise(keys.REGISTRY_REVISION))
-    assert await store.delete_if(keys.adapter("t", "a"), found.raw, also=effects)
+    await write(store, "a", revision=2, deleted_at="2026-01-01T00:00:00+00:00")
     await registry.refresh()
-    assert registry.get("t", "a") is None
+    assert (registry.get("t", "a"), names(registry), len(registry)) == (None, [], 0)
+    await write(store, "a", revision=3)
+    await registry.refresh()
+    assert names(registry) == ["a"]
 
 
-async def test_own_changes_are_there_at_once_and_nothing_is_missed_behind_a_gap() -> None:
+async def test_an_alias_is_seen_moved_and_forgotten() -> None:
     store = MemoryStore()
     registry = Registry(store, MemoryBus())
+    await write(store, "a")
+    await write_alias(store, "prod", "a@v1")
     await registry.refresh()
-    await write(store, "foreign")
-    revision = await write(store, "own")
-    await registry.put(record("own"), revision)
-    assert registry.get("t", "own") is not None
-    assert registry.get("t", "foreign") is None
+    found = registry.alias("t", "prod")
+    assert found is not None
+    assert (found.target, registry.get("t", "prod"), len(registry)) == ("a@v1", None, 1)
+    await write_alias(store, "prod", None)
+    await write(store, "prod")
     await registry.refresh()
-    assert registry.get("t", "foreign") is not None
+    assert (registry.alias("t", "prod"), names(registry)) == (None, ["a", "prod"])
+
+
+async def test_a_store_with_an_older_state_is_believed() -> None:
+    store, older = MemoryStore(), MemoryStore()
+    registry = Registry(store, MemoryBus())
+    for name in ("a", "b", "c"):
+        await write(store, name)
+    await registry.refresh()
+    await write(older, "a")
+    registry._store = older
+    await registry.refresh()
+    assert names(registry) == ["a"]
 
 
 async def test_without_redis_the_mirror_keeps_what_it_knows() -> None:
@@ -83,11 +136,11 @@ async def test_a_record_that_cannot_be_read_stops_the_mirror_and_not_the_process
     registry = Registry(store, MemoryBus())
     await write(store, "a")
     await registry.refresh()
-    await store.put(keys.adapter("t", "a"), {"not": "a record"})
     await write(store, "b")
+    await store.put(keys.adapter("t", "b"), {"not": "a record"})
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(registry.follow_revisions())
         await asyncio.sleep(0.05)
         assert not following.done()
-        assert registry.get("t", "a") is not None
+        assert names(registry) == ["a"]
         following.cancel()

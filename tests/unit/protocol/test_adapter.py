@@ -106,9 +106,9 @@ def test_no_two_kinds_of_facts_share_a_key() -> None:
     made = [
         keys.adapter("t", "n"),
         keys.alias("t", "n"),
-        keys.tenant_index("t"),
         keys.digest(Digest("sha256:aa")),
-        keys.REGISTRY_INDEX,
+        keys.REGISTRY_JOURNAL,
         keys.REGISTRY_REVISION,
+        keys.CONDEMNED,
     ]
     assert len(set(made)) == len(made)

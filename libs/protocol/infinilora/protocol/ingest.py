@@ -46,3 +46,5 @@ class IngestReport(msgspec.Struct, frozen=True, kw_only=True):
     """The part of it that narrowing made; 0 when nothing was narrowed."""
     num_pairs: int = 0
     """Pairs of A and B packed, each expert's counted."""
+    declared_base: str = ""
+    """The base model that the adapter's own config names; empty where it names none."""

@@ -4,11 +4,16 @@ from infinilora.protocol.ids import Digest, Fingerprint
 
 # Redis -----------------------------------------------------------------------------------------
 
-REGISTRY_INDEX = "infinilora:registry:index"
-"""Set of `tenant/name`. Writer: the adapter API."""
+REGISTRY_JOURNAL = "infinilora:registry:journal"
+"""Sorted set of `adapter_entry` and `alias_entry`, each with the revision of its last change: mirrors read what is
+after theirs. Deleted names stay in it. Writer: the adapter API."""
 
 REGISTRY_REVISION = "infinilora:registry:revision"
 """Counter, raised by each change of the registry; mirrors compare it. Writer: the adapter API."""
+
+CONDEMNED = "infinilora:registry:condemned"
+"""Sorted set of digests that a deleted name had, oldest first. Writers: the adapter API adds, the leading coordinator
+removes."""
 
 LEADER = "infinilora:leader"
 """Lease of the leading coordinator. Writer: coordinators."""
@@ -27,9 +32,17 @@ def alias(tenant: str, name: str) -> str:
     return f"infinilora:alias:{tenant}/{name}"
 
 
-def tenant_index(tenant: str) -> str:
-    """Sorted set of a tenant's adapter names, all of score 0: pages are ranges of names. Writer: the adapter API."""
-    return f"infinilora:registry:tenant:{tenant}"
+def adapter_entry(tenant: str, name: str) -> str:
+    """How the journal names the record at `adapter(tenant, name)`."""
+    return f"{tenant}/{name}"
+
+
+def alias_entry(tenant: str, name: str) -> str:
+    """How the journal names the record at `alias(tenant, name)`; a colon is in no tenant's name."""
+    return f"{ALIAS}{tenant}/{name}"
+
+
+ALIAS = "alias:"
 
 
 def digest(digest: Digest) -> str:

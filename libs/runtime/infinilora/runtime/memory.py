@@ -17,12 +17,12 @@ from infinilora.protocol.ids import Digest
 from infinilora.runtime.bus import Handler, answer, decode_reply, encode
 from infinilora.runtime.store import (
     COLD,
-    AddMember,
+    Change,
     Effect,
     Lease,
-    Raise,
-    RemoveMember,
+    Stamp,
     Swap,
+    Unstamp,
     Value,
     decode,
     hottest,
@@ -136,7 +136,7 @@ class MemoryStore:
         self._clock = clock
         self._values: dict[str, bytes] = {}
         self._expiry: dict[str, float] = {}
-        self._sets: dict[str, set[str]] = {}
+        self._journals: dict[str, dict[str, int]] = {}
         self._counters: dict[str, int] = {}
         self._heat: dict[str, dict[Digest, tuple[float, float]]] = {}
 
@@ -160,20 +160,25 @@ class MemoryStore:
     async def compare_and_set(
         self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
     ) -> Swap:
-        if self._read(key) != expected_raw:
-            return Swap(is_done=False)
-        self._write(key, msgspec.json.encode(value), None)
-        return Swap(is_done=True, counters=self._apply(also))
+        return await self.swap([Change(key, expected_raw, value)], also=also)
 
     async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
-        if self._read(key) != expected_raw:
+        return await self.swap([Change(key, expected_raw, None)], also=also)
+
+    async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
+        if any(self._read(change.key) != change.expected for change in changes):
             return Swap(is_done=False)
-        self._drop(key)
+        for change in changes:
+            if change.value is None:
+                self._drop(change.key)
+            elif change.value is not msgspec.UNSET:
+                self._write(change.key, msgspec.json.encode(change.value), None)
         return Swap(is_done=True, counters=self._apply(also))
 
-    async def members(self, key: str) -> set[str]:
+    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
         self._check_connected()
-        return set(self._sets.get(key, ()))
+        found = sorted(self._journals.get(key, {}).items(), key=lambda pair: pair[1])
+        return [pair for pair in found if pair[1] > after][:limit]
 
     async def counter(self, key: str) -> int:
         self._check_connected()
@@ -242,11 +247,10 @@ class MemoryStore:
         raised = []
         for effect in effects:
             match effect:
-                case AddMember(key, member):
-                    self._sets.setdefault(key, set()).add(member)
-                case RemoveMember(key, member):
-                    self._sets.get(key, set()).discard(member)
-                case Raise(key):
-                    self._counters[key] = self._counters.get(key, 0) + 1
-                    raised.append(self._counters[key])
+                case Stamp(key, member, counter):
+                    self._counters[counter] = self._counters.get(counter, 0) + 1
+                    self._journals.setdefault(key, {})[member] = self._counters[counter]
+                    raised.append(self._counters[counter])
+                case Unstamp(key, member):
+                    self._journals.get(key, {}).pop(member, None)
         return tuple(raised)

@@ -1,9 +1,10 @@
-"""Facts that outlive processes, in Redis: values, sets, counters, leases and heat.
+"""Facts that outlive processes, in Redis: values, journals, counters, leases and heat.
 
 Values are msgspec structs as JSON, so that an operator can read them. Every call has a deadline under a
-second and raises `Unavailable` past it; after a few failures a breaker answers at once for a while. A write
-that ended in `Unavailable` may have happened: read before writing again. What must change together changes
-in one script. Nothing here knows a key (protocol/keys.py) or who may write it.
+second and raises `Unavailable` past it; after a few failures a breaker answers at once for a while. What is
+long is read in parts, each with a deadline of its own. A write that ended in `Unavailable` may have happened:
+read before writing again. What must change together changes in one script. Nothing here knows a key
+(protocol/keys.py) or who may write it.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ from infinilora.protocol.ids import Digest
 T = TypeVar("T")
 
 DEADLINE_S = 0.8
+READ_BATCH = 500
+"""Values read in one command: a few milliseconds of the server's, far below the deadline."""
 BREAKER_FAILURES = 3
 BREAKER_OPEN_S = 0.5
 MAX_CONNECTIONS = 16
@@ -40,35 +43,43 @@ class Value(NamedTuple, Generic[T]):
     raw: bytes
 
 
+class Change(NamedTuple):
+    """One key of a swap: `expected` is what it must hold (None: nothing); `value` replaces that.
+
+    A value of None deletes the key; UNSET leaves it as it is, and the key is a condition only.
+    """
+
+    key: str
+    expected: bytes | None
+    value: Any = msgspec.UNSET
+
+
 @dataclass(frozen=True, slots=True)
-class AddMember:
-    """Effect: put `member` into the set at `key`."""
+class Stamp:
+    """Effect: raise `counter` and note `member` in the journal at `key` under the counter's new value.
+
+    A journal holds each member once, under its newest number: who has read up to a number asks for what came after.
+    """
+
+    key: str
+    member: str
+    counter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unstamp:
+    """Effect: take `member` out of the journal at `key`."""
 
     key: str
     member: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveMember:
-    """Effect: take `member` out of the set at `key`."""
-
-    key: str
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Raise:
-    """Effect: add one to the counter at `key`; its new value is in `Swap.counters`."""
-
-    key: str
-
-
-Effect = AddMember | RemoveMember | Raise
+Effect = Stamp | Unstamp
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """How a compare-and-set ended. True when it was done; `counters` as the `Raise` effects left them."""
+    """How a compare-and-set ended. True when it was done; `counters` as each `Stamp` left its own."""
 
     is_done: bool
     counters: tuple[int, ...] = ()
@@ -97,7 +108,14 @@ class Store(Protocol):
         ...
 
     async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap: ...
-    async def members(self, key: str) -> set[str]: ...
+    async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
+        """Make every change if every key holds what is expected, with all effects, in one atomic step."""
+        ...
+
+    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
+        """The first `limit` members stamped after this number, with their numbers, in their order."""
+        ...
+
     async def counter(self, key: str) -> int: ...
     async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
         """Add `amount` requests at `now`. Exact however many writers add, in whatever order."""
@@ -160,12 +178,14 @@ class RedisStore:
         return None if raw is None else Value(decode(key, raw, kind), raw)
 
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
-        if not wanted:
-            return []
-        async with self._deadline():
-            raws = await self._redis.mget(wanted)
-        pairs = zip(wanted, raws, strict=True)
-        return [None if raw is None else Value(decode(key, raw, kind), raw) for key, raw in pairs]
+        found: list[Value[T] | None] = []
+        for start in range(0, len(wanted), READ_BATCH):
+            batch = wanted[start : start + READ_BATCH]
+            async with self._deadline():
+                raws = await self._redis.mget(batch)
+            pairs = zip(batch, raws, strict=True)
+            found += [None if raw is None else Value(decode(key, raw, kind), raw) for key, raw in pairs]
+        return found
 
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
         async with self._deadline():
@@ -174,14 +194,28 @@ class RedisStore:
     async def compare_and_set(
         self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
     ) -> Swap:
-        return await self._run_swap(key, expected_raw, msgspec.json.encode(value), also)
+        return await self.swap([Change(key, expected_raw, value)], also=also)
 
     async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
-        return await self._run_swap(key, expected_raw, b"", also)
+        return await self.swap([Change(key, expected_raw, None)], also=also)
 
-    async def members(self, key: str) -> set[str]:
+    async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
+        effects = [_effect(effect) for effect in also]
         async with self._deadline():
-            return {member.decode() for member in await self._redis.smembers(key)}
+            reply = await self._swap(
+                keys=[*(change.key for change in changes), *(key for effect in effects for key in effect[2:])],
+                args=[
+                    len(changes),
+                    *(part for change in changes for part in _change(change)),
+                    *(part for effect in effects for part in effect[:2]),
+                ],
+            )
+        return Swap(is_done=bool(reply[0]), counters=tuple(int(count) for count in reply[1:]))
+
+    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
+        async with self._deadline():
+            found = await self._redis.zrangebyscore(key, f"({after}", "+inf", start=0, num=limit, withscores=True)
+        return [(member.decode(), int(number)) for member, number in found]
 
     async def counter(self, key: str) -> int:
         async with self._deadline():
@@ -214,19 +248,6 @@ class RedisStore:
         async with self._deadline():
             held = await self._redis.get(key)
         return None if held is None else parse_lease(held.decode())
-
-    async def _run_swap(self, key: str, expected: bytes | None, raw: bytes, also: Sequence[Effect]) -> Swap:
-        effects = [_effect(effect) for effect in also]
-        async with self._deadline():
-            reply = await self._swap(
-                keys=[key, *(effect[1] for effect in effects)],
-                args=[
-                    b"" if expected is None else expected,
-                    raw,
-                    *(part for name, _, member in effects for part in (name, member)),
-                ],
-            )
-        return Swap(is_done=bool(reply[0]), counters=tuple(int(count) for count in reply[1:]))
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -298,31 +319,47 @@ def decode(key: str, raw: bytes, kind: type[T]) -> T:
         raise Internal(f"what the store holds at {key} is not a {kind.__name__}: {error}") from error
 
 
-def _effect(effect: Effect) -> tuple[str, str, str]:
+def _change(change: Change) -> tuple[bytes, str, bytes]:
+    """What the script takes for a change: expected (empty: absent), what to do, new value."""
+    expected = change.expected or b""
+    if change.value is msgspec.UNSET:
+        return expected, "KEEP", b""
+    return (expected, "DEL", b"") if change.value is None else (expected, "SET", msgspec.json.encode(change.value))
+
+
+def _effect(effect: Effect) -> tuple[str, str, str, str]:
+    """What the script takes for an effect: what to do, member; and its two keys."""
     match effect:
-        case AddMember(key, member):
-            return "SADD", key, member
-        case RemoveMember(key, member):
-            return "SREM", key, member
-        case Raise(key):
-            return "INCR", key, ""
+        case Stamp(key, member, counter):
+            return "STAMP", member, key, counter
+        case Unstamp(key, member):
+            return "UNSTAMP", member, key, key
 
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-# KEYS: the key, then one key for each effect. ARGV: expected ("" = absent), new ("" = delete), then pairs of
-# command and member.
+# KEYS: one for each change, then two for each effect (its journal, its counter). ARGV: the number of changes; for each
+# its expected value, what to do and its new value; for each effect what to do and its member.
 _SWAP = """
-local held = redis.call('GET', KEYS[1]) or ''
-if held ~= ARGV[1] then return {0} end
-if ARGV[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2]) end
+local n = tonumber(ARGV[1])
+for i = 1, n do
+  if (redis.call('GET', KEYS[i]) or '') ~= ARGV[3 * i - 1] then return {0} end
+end
+for i = 1, n do
+  if ARGV[3 * i] == 'SET' then redis.call('SET', KEYS[i], ARGV[3 * i + 1])
+  elseif ARGV[3 * i] == 'DEL' then redis.call('DEL', KEYS[i]) end
+end
 local reply = {1}
-for i = 2, #KEYS do
-  local command, member = ARGV[2 * i - 1], ARGV[2 * i]
-  if command == 'INCR' then table.insert(reply, redis.call('INCR', KEYS[i]))
-  else redis.call(command, KEYS[i], member) end
+for i = 1, (#KEYS - n) / 2 do
+  local key, counter = KEYS[n + 2 * i - 1], KEYS[n + 2 * i]
+  local act, member = ARGV[3 * n + 2 * i], ARGV[3 * n + 2 * i + 1]
+  if act == 'STAMP' then
+    local number = redis.call('INCR', counter)
+    redis.call('ZADD', key, number, member)
+    table.insert(reply, number)
+  else redis.call('ZREM', key, member) end
 end
 return reply
 """

@@ -1,49 +1,91 @@
-"""A mirror of the adapter registry, read again whenever its revision has moved. Writes nothing."""
+"""A mirror of the adapter registry: follows its journal, keeps what placement needs of a record, writes nothing."""
+
+from typing import NamedTuple
 
 from infinilora.coordinator.placement import Adapter
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import AdapterRecord
 from infinilora.protocol.ids import Digest, Fingerprint
-from infinilora.runtime.store import Store
+from infinilora.runtime.store import READ_BATCH, Store
+
+
+class _Kept(NamedTuple):
+    """Of one record: its base, its current version's digest and size, every version's digest."""
+
+    base: Fingerprint
+    current: Digest
+    num_bytes: int
+    is_pinned: bool
+    digests: tuple[Digest, ...]
 
 
 class Registry:
-    """All records as of `revision`."""
+    """Names as of `_revision`. What is derived from all of them is made anew only when one has changed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._revision = -1
-        self._records: list[AdapterRecord] = []
+        self._revision = 0
+        self._kept: dict[str, _Kept] = {}
+        self._digests: frozenset[Digest] | None = None
+        self._adapters: dict[Fingerprint, dict[Digest, Adapter]] = {}
 
     async def refresh(self) -> None:
-        """Read what changed. Raises Unavailable and keeps what it had."""
+        """Read what changed, a batch at a time. Raises Unavailable and goes on from there the next time."""
         revision = await self._store.counter(keys.REGISTRY_REVISION)
-        if revision == self._revision:
-            return
-        names = sorted(await self._store.members(keys.REGISTRY_INDEX))
-        wanted = [keys.adapter(*name.split("/", 1)) for name in names]
-        found = await self._store.get_many(wanted, AdapterRecord)
-        self._records = [value.value for value in found if value is not None]
-        # The revision was read first: a change in between is read again, never missed.
-        self._revision = revision
+        if revision < self._revision:  # another store, or an older state of it
+            self._revision = 0
+            self._kept.clear()
+            self._forget_derived()
+        while revision > self._revision:
+            entries = await self._store.journal(keys.REGISTRY_JOURNAL, self._revision, READ_BATCH)
+            names = [entry for entry, _ in entries if not entry.startswith(keys.ALIAS)]
+            if names:
+                await self._read(names)
+            # Numbers up to `revision` were given before the journal was read: there are no more of them.
+            self._revision = entries[-1][1] if entries else revision
+
+    async def _read(self, names: list[str]) -> None:
+        found = await self._store.get_many([keys.adapter(*name.split("/", 1)) for name in names], AdapterRecord)
+        for name, value in zip(names, found, strict=True):
+            kept = _keep(value.value) if value else None
+            if kept is None:
+                self._kept.pop(name, None)
+            else:
+                self._kept[name] = kept
+        self._forget_derived()
+
+    def _forget_derived(self) -> None:
+        self._digests = None
+        self._adapters = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._kept)
 
     def digests(self) -> frozenset[Digest]:
         """Every version that some name still leads to."""
-        return frozenset(version.digest for record in self._records for version in record.versions)
+        if self._digests is None:
+            self._digests = frozenset(digest for kept in self._kept.values() for digest in kept.digests)
+        return self._digests
 
     def names(self) -> dict[Digest, str]:
-        return {record.current: f"{record.tenant}/{record.name}" for record in self._records}
+        return {kept.current: name for name, kept in self._kept.items()}
 
     def adapters(self, base: Fingerprint) -> dict[Digest, Adapter]:
         """The current versions of one base, heat not yet known. Two names of one digest are one adapter."""
-        adapters: dict[Digest, Adapter] = {}
-        for record in self._records:
-            sizes = {version.digest: version.num_bytes for version in record.versions}
-            if record.base == base and record.current in sizes:
-                before = adapters.get(record.current)
-                is_pinned = record.pinned or (before is not None and before.is_pinned)
-                adapters[record.current] = Adapter(record.current, sizes[record.current], is_pinned=is_pinned)
-        return adapters
+        if base not in self._adapters:
+            adapters: dict[Digest, Adapter] = {}
+            for kept in self._kept.values():
+                if kept.base == base:
+                    before = adapters.get(kept.current)
+                    is_pinned = kept.is_pinned or (before is not None and before.is_pinned)
+                    adapters[kept.current] = Adapter(kept.current, kept.num_bytes, is_pinned=is_pinned)
+            self._adapters[base] = adapters
+        return self._adapters[base]
+
+
+def _keep(record: AdapterRecord) -> _Kept | None:
+    """None for a tombstone."""
+    sizes = {version.digest: version.num_bytes for version in record.versions}
+    if record.deleted_at or record.current not in sizes:
+        return None
+    return _Kept(record.base, record.current, sizes[record.current], record.pinned, tuple(sizes))

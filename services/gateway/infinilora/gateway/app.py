@@ -14,6 +14,7 @@ from infinilora.gateway.desk import Caller, Desk
 from infinilora.gateway.http import Door, on_fault, on_http_error, read_bounded
 from infinilora.gateway.management import Management
 from infinilora.gateway.models import list_models, show_model
+from infinilora.gateway.pages import MAX_LIMIT, read_page
 from infinilora.gateway.problems import json_response
 from infinilora.runtime.metrics import CONTENT_TYPE, render
 
@@ -53,24 +54,21 @@ def create_app(deps: Deps) -> FastAPI:
         """Answer a conversation."""
         return await deps.desk.chat(caller, await read_bounded(request, deps.max_body_bytes))
 
-    async def models(_request: Request, caller: Caller) -> Response:
+    async def models(request: Request, caller: Caller) -> Response:
         """Base models and adapters that would be served now."""
-        return json_response(list_models(deps.catalog, caller.tenant))
+        page = read_page(request.query_params, default=MAX_LIMIT)
+        return json_response(list_models(deps.catalog, caller.tenant, page))
 
     async def model(request: Request, caller: Caller) -> Response:
         """One base model or adapter."""
         return json_response(show_model(deps.catalog, caller.tenant, request.path_params["name"]))
 
-    management = deps.management
     for method, path, handler in (
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat_completions),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
-        ("POST", "/v1/adapters", management.create),
-        ("GET", "/v1/adapters", management.list_all),
-        ("GET", "/v1/adapters/{name:path}", management.show),
-        ("DELETE", "/v1/adapters/{name:path}", management.delete),
+        *deps.management.routes(),
     ):
         route = path.removeprefix("/v1/").partition("/{")[0].replace("/completions", "")
         app.add_api_route(path, deps.door.endpoint(route, handler), methods=[method], response_model=None)

@@ -4,21 +4,26 @@ Joins what the fleet serves with what the registry holds. A name that is both a 
 is refused rather than guessed at.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from infinilora.gateway.fleet import Fleet
-from infinilora.gateway.names import AdapterRef, BaseRef, parse_model
+from infinilora.gateway.mirror import Entry
+from infinilora.gateway.names import AdapterRef, BaseRef, parse_model, parse_target
 from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
+from infinilora.gateway.versions import current_version, version_of
+from infinilora.protocol.adapter import AdapterRecord, AliasRecord, VersionRecord
 from infinilora.protocol.errors import (
+    AdapterForbidden,
     AdapterNotFound,
     Conflict,
     InvalidRequest,
     ModelNotFound,
     Unavailable,
 )
-from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.ids import Digest, Fingerprint, check_name
 
 
 class BaseEntry(msgspec.Struct, frozen=True):
@@ -28,13 +33,25 @@ class BaseEntry(msgspec.Struct, frozen=True):
     base: Fingerprint
 
 
-class Catalog:
-    """Answers from memory; raises the error a client should see."""
+class Found(NamedTuple):
+    """What a name means: an adapter, one of its versions, and the alias that the name is, if it is one."""
 
-    def __init__(self, fleet: Fleet, registry: Registry, aliases: dict[str, str]) -> None:
+    record: AdapterRecord
+    version: VersionRecord
+    alias: AliasRecord | None = None
+
+
+class Catalog:
+    """Answers from memory; raises the error a client should see.
+
+    `aliases` are those of base models. Where `is_open`, nobody shows a key and everybody may name any tenant.
+    """
+
+    def __init__(self, fleet: Fleet, registry: Registry, aliases: dict[str, str], *, is_open: bool = False) -> None:
         self._fleet = fleet
         self._registry = registry
         self._aliases = aliases
+        self._is_open = is_open
 
     # Base models
 
@@ -64,6 +81,11 @@ class Catalog:
             raise InvalidRequest(f"several base models are served ({names}); name one in 'base'", param="base")
         return next(iter(known))
 
+    def known_bases(self) -> dict[str, Fingerprint | None]:
+        """Every name of a base model; None where an alias is of one that has not been met."""
+        known = self._fleet.known()
+        return {**known, **{alias: known.get(name) for alias, name in self._aliases.items()}}
+
     def served_bases(self) -> list[BaseEntry]:
         served = self._fleet.served()
         aliases = {alias: served[name] for alias, name in self._aliases.items() if name in served}
@@ -79,7 +101,7 @@ class Catalog:
         if not model:
             raise InvalidRequest("model is empty", param="model")
         if (base := self._base(model)) is not None:
-            if self._registry.get(tenant, model) is not None:
+            if self._registry.get(tenant, model) or self._registry.alias(tenant, model):
                 raise Conflict(
                     f"'{model}' names a base model and an adapter; use 'base:{model}' or '{model}@v1'",
                     param="model",
@@ -94,25 +116,52 @@ class Catalog:
             return Target(requested=model, base=base)
         return self._adapter(model, ref, tenant)
 
-    def find(self, tenant: str, name: str) -> AdapterRecord:
-        record = self._registry.get(tenant, name)
-        if record is None:
+    def find(self, tenant: str, name: str) -> Found:
+        """An adapter, also by an alias. Raises AdapterNotFound."""
+        found = self._look_up(tenant, AdapterRef(None, name, None, None), param="name")
+        if found is None:
             raise AdapterNotFound(f"adapter '{name[:80]}' does not exist", param="name")
-        return record
+        return found
+
+    def check_tenant(self, tenant: str, wanted: str | None) -> str:
+        """The tenant that a caller of `tenant` acts for, who may have named one."""
+        if wanted in (None, tenant) or (self._is_open and check_name(wanted or "", "tenant")):
+            return wanted or tenant
+        raise AdapterForbidden(f"this key is of another tenant than {wanted[:80]!r}", param="tenant")
 
     def _adapter(self, model: str, ref: AdapterRef, tenant: str) -> Target:
-        record = self._registry.get(tenant, ref.name) if ref.tenant in (None, tenant) else None
-        if record is None:
+        is_theirs = self._is_open or ref.tenant in (None, tenant)
+        found = self._look_up(ref.tenant or tenant, ref, param="model") if is_theirs else None
+        if found is None:
             self._check_informed()
             raise AdapterNotFound(f"model '{model[:120]}' does not exist, or you may not use it", param="model")
         return Target(
             requested=model,
-            base=record.base,
-            digest=_version(record, ref, model),
-            tenant=record.tenant,
-            name=record.name,
-            allows_base=record.fallback == "base",
+            base=found.record.base,
+            digest=found.version.digest,
+            tenant=found.record.tenant,
+            name=found.record.name,
+            allows_base=found.record.fallback == "base",
         )
+
+    def _look_up(self, tenant: str, ref: AdapterRef, *, param: str) -> Found | None:
+        record = self._registry.get(tenant, ref.name)
+        if record is not None:
+            return Found(record, version_of(record, ref, param=param))
+        alias = self._registry.alias(tenant, ref.name)
+        if alias is None:
+            return None
+        if ref.selector:
+            raise InvalidRequest(
+                f"'{ref.name}' is an alias of '{alias.target}'; a version is asked of the adapter itself", param=param
+            )
+        return self.meaning(alias)
+
+    def meaning(self, alias: AliasRecord) -> Found | None:
+        """What an alias points to; None for a moment while both are being deleted."""
+        ref = parse_target(alias.target, alias.tenant)
+        record = self._registry.get(alias.tenant, ref.name)
+        return Found(record, version_of(record, ref, param="model"), alias) if record else None
 
     def _check_informed(self) -> None:
         """A name is only unknown once the registry has been read and an engine been heard."""
@@ -123,27 +172,22 @@ class Catalog:
 
     # Adapters
 
-    def adapters(self, tenant: str) -> list[AdapterRecord]:
-        return self._registry.of_tenant(tenant)
+    def page(self, tenant: str, after: str, limit: int) -> list[Found]:
+        """Adapters after a name, by name."""
+        return self._meanings(self._registry.page(tenant, after, limit))
 
-    def usable_adapters(self, tenant: str) -> list[AdapterRecord]:
-        """Those that would be served now: an engine of their base is alive."""
-        served = set(self._fleet.served().values())
-        return [record for record in self._registry.of_tenant(tenant) if record.base in served]
+    def usable(self, tenant: str, after: str, limit: int) -> list[Found]:
+        """Adapters and aliases after a name that would be served now: an engine of their base is alive."""
+        served = frozenset(self._fleet.served().values())
+        return self._meanings(self._registry.page(tenant, after, limit, bases=served))
+
+    def _meanings(self, entries: list[Entry]) -> list[Found]:
+        found = (
+            self.meaning(entry) if isinstance(entry, AliasRecord) else Found(entry, current_version(entry))
+            for entry in entries
+        )
+        return [each for each in found if each is not None]
 
     def state(self, digest: Digest) -> str:
         """`resident`: some LoRA server or engine holds it now. `registered`: it is fetched when asked for."""
         return "resident" if digest in self._fleet.resident() else "registered"
-
-
-def current_version(record: AdapterRecord) -> VersionRecord:
-    return next(version for version in record.versions if version.digest == record.current)
-
-
-def _version(record: AdapterRecord, ref: AdapterRef, model: str) -> Digest:
-    if ref.version is None and ref.digest is None:
-        return record.current
-    for version in record.versions:
-        if ref.digest == version.digest or ref.version == version.version:
-            return version.digest
-    raise AdapterNotFound(f"model '{model[:120]}' does not exist: no such version", param="model")

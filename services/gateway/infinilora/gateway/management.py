@@ -1,7 +1,7 @@
 """/v1/adapters over HTTP: reads what a caller sends, and writes an adapter down, always in the same shape."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -9,15 +9,18 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
 from infinilora.gateway.adapters import Adapters, Place, Wish
-from infinilora.gateway.catalog import Catalog, current_version
+from infinilora.gateway.catalog import Catalog, Found
 from infinilora.gateway.desk import Caller
-from infinilora.gateway.http import bounded, read_bounded
+from infinilora.gateway.http import Handler, bounded, read_bounded
+from infinilora.gateway.ledger import Ledger, Outcome
+from infinilora.gateway.pages import read_page
 from infinilora.gateway.problems import json_response
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
 from infinilora.gateway.uploads import Upload, UploadLimits, adapter_directory, store_uploads
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
-from infinilora.protocol.errors import InvalidRequest
+from infinilora.gateway.versions import current_version, numbered
+from infinilora.protocol.adapter import AliasRecord, VersionRecord
+from infinilora.protocol.errors import FeatureOff, InvalidRequest
 from infinilora.protocol.ids import check_name
 
 MAX_JSON_BYTES = 1 << 20
@@ -33,59 +36,174 @@ class CreateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     base: str | None = None
     replace: bool = False
+    tenant: str | None = None
+
+
+class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/adapters/NAME/alias: what NAME is to mean."""
+
+    target: str
+    tenant: str | None = None
+
+
+class RollbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/adapters/NAME/rollback: to which version; None: to the one before the present one."""
+
+    to: int | None = None
+    tenant: str | None = None
+
+
+class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/adapters/NAME/pin."""
+
+    pinned: bool = True
+    tenant: str | None = None
+
+
+class VerifyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/adapters/NAME/verify: which version; None: the current one."""
+
+    version: int | None = None
+    tenant: str | None = None
+
+
+B = TypeVar("B")
+
+
+class Uploads(NamedTuple):
+    """What uploads may hold: unpacked, and as the body of a request."""
+
+    limits: UploadLimits
+    max_body_bytes: int
 
 
 class Management:
-    """The handlers of /v1/adapters."""
+    """The handlers of /v1/adapters. While it is not on, each of them says so."""
 
     def __init__(
-        self, adapters: Adapters, catalog: Catalog, sources: Sources, *, limits: UploadLimits, max_upload: int
+        self, adapters: Adapters, ledger: Ledger, catalog: Catalog, sources: Sources, uploads: Uploads, *, is_on: bool
     ) -> None:
         self._adapters = adapters
+        self._ledger = ledger
         self._catalog = catalog
         self._sources = sources
-        self._limits = limits
-        self._max_upload = max_upload
+        self._uploads = uploads
+        self._is_on = is_on
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Method, path and handler of each route."""
+        one = "/v1/adapters/{name:path}"
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/adapters", self.create),
+            ("GET", "/v1/adapters", self.list_all),
+            ("POST", f"{one}/alias", self.alias),
+            ("POST", f"{one}/rollback", self.rollback),
+            ("POST", f"{one}/pin", self.pin),
+            ("POST", f"{one}/verify", self.verify),
+            ("GET", one, self.show),
+            ("DELETE", one, self.delete),
+        ]
+        return routes if self._is_on else [(method, path, self.refuse) for method, path, _ in routes]
+
+    async def refuse(self, _request: Request, _caller: Caller) -> Response:
+        """This gateway's operator lets nobody manage adapters here."""
+        raise FeatureOff("the adapter API is switched off on this gateway (INFINILORA_ADAPTER_API is 'off')")
 
     async def create(self, request: Request, caller: Caller) -> Response:
         """Register an adapter from a store URI (JSON) or from uploaded files (multipart)."""
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            upload = bounded(request, self._max_upload)
-            async with upload.form(max_files=self._limits.max_files, max_fields=MAX_FIELDS) as form:
-                return await self._create(self._uploaded(form, caller.tenant), caller)
-        body = _read_json(await read_bounded(request, MAX_JSON_BYTES))
-        return await self._create(self._named(body, caller.tenant), caller)
+            upload = bounded(request, self._uploads.max_body_bytes)
+            async with upload.form(max_files=self._uploads.limits.max_files, max_fields=MAX_FIELDS) as form:
+                return await self._create(self._uploaded(form, caller), caller)
+        body = await _read(request, CreateBody)
+        return await self._create(self._named(body, caller), caller)
 
-    async def list_all(self, _request: Request, caller: Caller) -> Response:
-        """The caller's adapters, by name."""
-        data = [self._show(record) for record in self._catalog.adapters(caller.tenant)]
-        return json_response({"object": "list", "data": data})
+    async def list_all(self, request: Request, caller: Caller) -> Response:
+        """A page of the caller's adapters, by name."""
+        page = read_page(request.query_params)
+        found = self._catalog.page(self._tenant(request, caller), page.after, page.limit + 1)
+        return json_response(page.answer([self._show(each) for each in found]))
 
     async def show(self, request: Request, caller: Caller) -> Response:
-        """One adapter with its versions."""
-        name = check_name(request.path_params["name"])
-        return json_response(self._show(self._catalog.find(caller.tenant, name)))
+        """One adapter with its versions, also by an alias."""
+        return json_response(self._show(self._catalog.find(self._tenant(request, caller), _name(request))))
 
     async def delete(self, request: Request, caller: Caller) -> Response:
         """Forget a name. What runs with it ends as it began."""
-        record = await self._adapters.delete(caller.tenant, request.path_params["name"])
-        return json_response(self._show(record) | {"deleted": True})
+        name = _name(request)
+        if self._catalog.is_base(name):
+            raise InvalidRequest(f"'{name}' is a base model; only adapters can be deleted", param="name")
+        gone = await self._ledger.delete(self._tenant(request, caller), name)
+        if isinstance(gone, AliasRecord):
+            shown = {"id": gone.name, "object": "alias", "tenant": gone.tenant, "alias_of": gone.target}
+        else:
+            shown = self._show(Found(gone, current_version(gone)))
+        return json_response(shown | {"deleted": True})
+
+    async def alias(self, request: Request, caller: Caller) -> Response:
+        """Let a name mean an adapter, its current version or a given one, from now on."""
+        body = await _read(request, AliasBody)
+        tenant, name = self._tenant(request, caller, body.tenant), _name(request)
+        self._catalog.check_free(name)
+        outcome = await self._ledger.alias(tenant, name, body.target)
+        return json_response(self._show(self._catalog.find(tenant, name)) | {"changed": outcome.is_changed})
+
+    async def rollback(self, request: Request, caller: Caller) -> Response:
+        """Make an earlier version the current one."""
+        body = await _read(request, RollbackBody)
+        return self._changed(
+            await self._ledger.rollback(self._tenant(request, caller, body.tenant), _name(request), body.to)
+        )
+
+    async def pin(self, request: Request, caller: Caller) -> Response:
+        """Have an adapter kept resident, or not any more."""
+        body = await _read(request, PinBody)
+        tenant = self._tenant(request, caller, body.tenant)
+        return self._changed(await self._ledger.pin(tenant, _name(request), pinned=body.pinned))
+
+    async def verify(self, request: Request, caller: Caller) -> Response:
+        """Read and hash all of a version's packed file as the store has it now."""
+        body = await _read(request, VerifyBody)
+        found = self._catalog.find(self._tenant(request, caller, body.tenant), _name(request))
+        version = found.version if body.version is None else numbered(found.record, body.version)
+        verified = await while_connected(caller.receive, self._adapters.verify(version.digest))
+        return json_response(
+            {
+                "id": found.record.name,
+                "object": "adapter.verification",
+                "version": version.version,
+                "digest": version.digest,
+                "ok": verified.is_whole,
+                "bytes": verified.num_bytes,
+                "blocks": verified.num_blocks,
+                "num_faults": verified.num_faults,
+                "faults": verified.faults,
+            }
+        )
+
+    def _tenant(self, request: Request, caller: Caller, named: str | None = None) -> str:
+        """Whom a request is for: the tenant that it names, in its body or its query, if its caller may."""
+        return self._catalog.check_tenant(caller.tenant, named or request.query_params.get("tenant"))
+
+    def _changed(self, outcome: Outcome) -> Response:
+        shown = self._show(Found(outcome.record, current_version(outcome.record)))
+        return json_response(shown | {"changed": outcome.is_changed})
 
     async def _create(self, wish: Wish, caller: Caller) -> Response:
-        outcome = await while_connected(caller.receive, self._adapters.create(wish))
-        return json_response(self._show(outcome.record) | {"changed": outcome.is_changed})
+        return self._changed(await while_connected(caller.receive, self._adapters.create(wish)))
 
-    def _named(self, body: CreateBody, tenant: str) -> Wish:
+    def _named(self, body: CreateBody, caller: Caller) -> Wish:
         def place(scratch: Path) -> Path:
             return self._sources.fetch(body.source, scratch)
 
+        tenant = self._catalog.check_tenant(caller.tenant, body.tenant)
         return Wish(tenant, body.name, body.base, body.replace, body.source, place)
 
-    def _uploaded(self, form: FormData, tenant: str) -> Wish:
+    def _uploaded(self, form: FormData, caller: Caller) -> Wish:
         files = [item for _, item in form.multi_items() if isinstance(item, UploadFile)]
         uploads = [Upload(file.filename or "", file.file) for file in files]
         return Wish(
-            tenant,
+            self._catalog.check_tenant(caller.tenant, _field(form, "tenant")),
             _field(form, "name") or "",
             _field(form, "base"),
             (_field(form, "replace") or "").lower() in ("1", "true", "yes"),
@@ -95,23 +213,25 @@ class Management:
 
     def _unpack(self, uploads: list[Upload]) -> Place:
         def place(scratch: Path) -> Path:
-            store_uploads(uploads, scratch, self._limits)
+            store_uploads(uploads, scratch, self._uploads.limits)
             return adapter_directory(scratch)
 
         return place
 
-    def _show(self, record: AdapterRecord) -> dict[str, Any]:
-        version = current_version(record)
+    def _show(self, found: Found) -> dict[str, Any]:
+        record = found.record
         return {
-            "id": record.name,
+            "id": found.alias.name if found.alias else record.name,
             "object": "adapter",
             "tenant": record.tenant,
             "name": record.name,
+            "alias_of": found.alias.target if found.alias else None,
+            "aliases": record.aliases,
             "base": self._catalog.base_name(record.base),
             "base_fingerprint": record.base,
-            "state": self._catalog.state(record.current),
+            "state": self._catalog.state(found.version.digest),
             "pinned": record.pinned,
-            **_show_version(version),
+            **_show_version(found.version),
             "versions": [_show_version(v) for v in record.versions],
         }
 
@@ -125,14 +245,24 @@ def _show_version(version: VersionRecord) -> dict[str, Any]:
         "max_rank": version.max_rank,
         "matched_tensors": version.num_tensors,
         "created_at": version.created_at,
+        "warnings": msgspec.to_builtins(version.warnings),
+        "narrowed": version.narrowed or None,
+        "narrow_error": version.narrow_error,
+        "declared_base": version.declared_base or None,
     }
 
 
-def _read_json(raw: bytes) -> CreateBody:
+def _name(request: Request) -> str:
+    return check_name(request.path_params["name"])
+
+
+async def _read(request: Request, kind: type[B]) -> B:
+    """The body as JSON of a kind; nothing at all is an empty object. Raises InvalidRequest."""
+    raw = await read_bounded(request, MAX_JSON_BYTES)
     try:
-        return msgspec.json.decode(raw, type=CreateBody)
+        return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not what /v1/adapters takes: {error}") from None
+        raise InvalidRequest(f"the body is not what this route of /v1/adapters takes: {error}") from None
 
 
 def _field(form: FormData, name: str) -> str | None:

@@ -1,10 +1,10 @@
-"""GET /v1/models: exactly the names that would be served now."""
+"""GET /v1/models: exactly the names that would be served now, a page of them at a time."""
 
 from datetime import datetime
 from typing import Any
 
-from infinilora.gateway.catalog import BaseEntry, Catalog, current_version
-from infinilora.protocol.adapter import AdapterRecord
+from infinilora.gateway.catalog import BaseEntry, Catalog, Found
+from infinilora.gateway.pages import Page
 from infinilora.protocol.errors import ModelNotFound
 
 OWNER = "infinilora"
@@ -12,18 +12,18 @@ CREATED_UNKNOWN = 0
 """A base model's files do not tell when they were made, and the answer must not change from call to call."""
 
 
-def list_models(catalog: Catalog, tenant: str) -> dict[str, Any]:
-    bases = [_base(entry) for entry in catalog.served_bases()]
-    adapters = [_adapter(catalog, record) for record in catalog.usable_adapters(tenant)]
-    return {"object": "list", "data": bases + adapters}
+def list_models(catalog: Catalog, tenant: str, page: Page) -> dict[str, Any]:
+    """Base models are on the first page, before and beside the adapters that it has room for."""
+    bases = [] if page.after else [_base(entry) for entry in catalog.served_bases()]
+    found = catalog.usable(tenant, page.after, page.limit + 1)
+    return page.answer([_adapter(catalog, each) for each in found], first=bases)
 
 
 def show_model(catalog: Catalog, tenant: str, name: str) -> dict[str, Any]:
     """One of them, under any of its names. Raises what a request for this model would."""
     target = catalog.resolve(name, tenant)
     if target.digest is not None:
-        record = catalog.find(target.tenant, target.name)
-        return _adapter(catalog, record) | {"id": name, "digest": target.digest}
+        return _adapter(catalog, catalog.find(target.tenant, target.name)) | {"id": name, "digest": target.digest}
     entries = [entry for entry in catalog.served_bases() if entry.base == target.base]
     if entries:
         return _base(next((entry for entry in entries if entry.name == name), entries[0])) | {"id": name}
@@ -43,15 +43,15 @@ def _base(entry: BaseEntry) -> dict[str, Any]:
     }
 
 
-def _adapter(catalog: Catalog, record: AdapterRecord) -> dict[str, Any]:
-    base, version = catalog.base_name(record.base), current_version(record)
+def _adapter(catalog: Catalog, found: Found) -> dict[str, Any]:
+    base = catalog.base_name(found.record.base)
     return {
-        "id": record.name,
+        "id": found.alias.name if found.alias else found.record.name,
         "object": "model",
-        "created": int(datetime.fromisoformat(version.created_at).timestamp()),
-        "owned_by": record.tenant,
+        "created": int(datetime.fromisoformat(found.version.created_at).timestamp()),
+        "owned_by": found.record.tenant,
         "parent": base,
         "root": base,
-        "digest": record.current,
-        "state": catalog.state(record.current),
+        "digest": found.version.digest,
+        "state": catalog.state(found.version.digest),
     }

@@ -4,6 +4,8 @@ base:NAME                      a base model, by served name or alias
 NAME                           a base model of this name, else the caller's adapter, current version
 NAME@vN, NAME@sha256:...       one version of the caller's adapter
 TENANT/NAME..., as above       the same, said in full
+
+A NAME may be an alias, which means an adapter, its current version or a given one; an alias has no versions.
 """
 
 import re
@@ -30,6 +32,16 @@ class AdapterRef(NamedTuple):
     version: int | None
     digest: Digest | None
 
+    @property
+    def selector(self) -> str:
+        """What stands behind the `@`; empty for the current version."""
+        return self.digest or (f"v{self.version}" if self.version else "")
+
+    @property
+    def within(self) -> str:
+        """How its own tenant writes it."""
+        return f"{self.name}@{self.selector}" if self.selector else self.name
+
 
 def parse_model(text: str) -> BaseRef | AdapterRef:
     """Read a `model` field that is not a base model's served name. Raises InvalidRequest, param `model`."""
@@ -45,6 +57,21 @@ def parse_model(text: str) -> BaseRef | AdapterRef:
         raise InvalidRequest(error.message, param="model") from None
     version, digest = _selector(selector) if "@" in text else (None, None)
     return AdapterRef(tenant if slash else None, name, version, digest)
+
+
+def parse_target(text: str, tenant: str) -> AdapterRef:
+    """Read what an alias of this tenant is to mean. Raises InvalidRequest, param `target`."""
+    try:
+        ref = parse_model(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param="target") from None
+    if isinstance(ref, BaseRef) or ref.tenant not in (None, tenant):
+        raise InvalidRequest(
+            f"target {text[:120]!r} cannot have an alias; wanted one of the tenant's own adapters: "
+            "NAME, NAME@vN or NAME@sha256:...",
+            param="target",
+        )
+    return ref
 
 
 def _selector(text: str) -> tuple[int | None, Digest | None]:

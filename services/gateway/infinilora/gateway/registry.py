@@ -1,39 +1,41 @@
 """A mirror of the adapter registry, whole and in memory; the gateway resolves names from it alone.
 
-It is read once at the start, follows adapter events, and compares revisions now and then: an event may be
-lost, a revision cannot. While Redis is away the mirror stands still and keeps serving what it knows.
+It is read once at the start and then follows the registry's journal: every change has a number, and what came
+after the mirror's own is read, nothing else. Events only say that it is time to look; one that is lost costs a
+second. While Redis is away the mirror stands still and keeps serving what it knows.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 
+from infinilora.gateway.mirror import Entry, Mirror
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord
+from infinilora.protocol.adapter import AdapterRecord, AliasRecord
 from infinilora.protocol.control import AdapterEvent
 from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime.bus import Bus
-from infinilora.runtime.store import Store
+from infinilora.runtime.store import READ_BATCH, Store
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 STALE_S = 3.0
 """Without a look at Redis for this long the mirror is called stale."""
-READ_BATCH = 500
 
 
 class Registry:
-    """Records by (tenant, name). `revision` is that of the registry when the mirror last agreed with it."""
+    """Names as of `_revision`, the registry's when the mirror last agreed with it; None until it was first read."""
 
     def __init__(self, store: Store, bus: Bus) -> None:
         self._store = store
         self._bus = bus
-        self._records: dict[tuple[str, str], AdapterRecord] = {}
+        self._mirror = Mirror()
         self._revision: int | None = None
         self._seen_s = time.monotonic() - STALE_S
-        self._changing = asyncio.Lock()  # a whole reading must not undo a change made while it ran
+        self._reading = asyncio.Lock()
 
     @property
     def is_loaded(self) -> bool:
@@ -49,89 +51,79 @@ class Registry:
         return self.age_s > STALE_S
 
     def get(self, tenant: str, name: str) -> AdapterRecord | None:
-        return self._records.get((tenant, name))
+        return self._mirror.get(tenant, name)
 
-    def of_tenant(self, tenant: str) -> list[AdapterRecord]:
-        found = (record for (owner, _), record in self._records.items() if owner == tenant)
-        return sorted(found, key=lambda record: record.name)
+    def alias(self, tenant: str, name: str) -> AliasRecord | None:
+        return self._mirror.alias(tenant, name)
+
+    def page(self, tenant: str, after: str, limit: int, *, bases: Collection[Fingerprint] | None = None) -> list[Entry]:
+        """As `Mirror.page`."""
+        return self._mirror.page(tenant, after, limit, bases=bases)
 
     def __len__(self) -> int:
-        return len(self._records)
-
-    async def put(self, record: AdapterRecord, revision: int) -> None:
-        """Note a change that this process has made itself."""
-        async with self._changing:
-            self._records[record.tenant, record.name] = record
-            self._advance(revision)
-
-    async def drop(self, tenant: str, name: str, revision: int) -> None:
-        """Note a deletion that this process has made itself."""
-        async with self._changing:
-            self._records.pop((tenant, name), None)
-            self._advance(revision)
+        return len(self._mirror)
 
     async def follow_events(self) -> None:
-        """Apply the changes that others announce. Runs for ever."""
+        """Look when somebody announces a change. Runs for ever."""
         async for event in self._bus.subscribe(subjects.ADAPTER_EVENTS, AdapterEvent):
-            if self._revision is None or event.revision <= self._revision:
-                continue
-            try:
-                await self._apply(event)
-            except Unavailable:
-                logger.info("registry event waits for the store", extra={"adapter_id": event.digest})
-            except Internal as error:
-                _cannot_read(error)
+            if self._revision is not None and event.revision > self._revision:
+                await self.look()
 
     async def follow_revisions(self) -> None:
-        """Read the registry whenever its revision is not the mirror's. Runs for ever."""
+        """Look now and then. Runs for ever."""
         while True:
-            try:
-                await self.refresh()
-            except Unavailable as error:
-                logger.debug("registry not read", extra={"reason": error.message})
-            except Internal as error:
-                _cannot_read(error)
+            await self.look()
             await asyncio.sleep(POLL_S)
+
+    async def look(self) -> None:
+        """`refresh`, or stand still until a later look."""
+        try:
+            await self.refresh()
+        except Unavailable as error:
+            logger.debug("registry not read", extra={"reason": error.message})
+        except Internal as error:  # a record that is not one: a person must mend it
+            logger.error("registry unreadable", extra={"reason": error.message})  # noqa: TRY400 - no traceback
 
     async def refresh(self) -> None:
         """Make the mirror agree with Redis. Raises Unavailable."""
-        async with self._changing:
+        async with self._reading:
             revision = await self._store.counter(keys.REGISTRY_REVISION)
-            if revision != self._revision:
-                await self._load(revision)
+            if self._revision is None or revision < self._revision:  # younger than we: another store, or an older state
+                fresh = Mirror()
+                self._revision = max(revision, await self._read(fresh, 0))
+                self._mirror = fresh
+                logger.info("registry read", extra={"revision": self._revision, "adapters": len(fresh)})
+            elif revision > self._revision:
+                self._revision = max(revision, await self._read(self._mirror, self._revision))
             self._seen_s = time.monotonic()
 
-    async def _load(self, revision: int) -> None:
-        """Read everything. A change made meanwhile raises the revision and is seen by the next look."""
-        records: dict[tuple[str, str], AdapterRecord] = {}
-        for batch in _batches(sorted(await self._store.members(keys.REGISTRY_INDEX))):
-            wanted = [keys.adapter(*member.split("/", 1)) for member in batch]
-            for value in await self._store.get_many(wanted, AdapterRecord):
-                if value is not None:
-                    records[value.value.tenant, value.value.name] = value.value
-        self._records, self._revision = records, revision
-        logger.info("registry read", extra={"revision": revision, "adapters": len(records)})
+    async def _read(self, mirror: Mirror, after: int) -> int:
+        """Bring a mirror up to date with what was changed after a number; the last number read."""
+        while entries := await self._store.journal(keys.REGISTRY_JOURNAL, after, READ_BATCH):
+            names = [entry for entry, _ in entries if not entry.startswith(keys.ALIAS)]
+            aliases = [entry.removeprefix(keys.ALIAS) for entry, _ in entries if entry.startswith(keys.ALIAS)]
+            await self._read_adapters(mirror, [_split(name) for name in names])
+            await self._read_aliases(mirror, [_split(name) for name in aliases])
+            after = entries[-1][1]
+        return after
 
-    async def _apply(self, event: AdapterEvent) -> None:
-        async with self._changing:
-            found = await self._store.get(keys.adapter(event.tenant, event.name), AdapterRecord)
-            if found is None:
-                self._records.pop((event.tenant, event.name), None)
+    async def _read_adapters(self, mirror: Mirror, names: list[tuple[str, str]]) -> None:
+        found = await self._store.get_many([keys.adapter(*name) for name in names], AdapterRecord)
+        for name, value in zip(names, found, strict=True):
+            if value is None:
+                mirror.drop(*name)
             else:
-                self._records[event.tenant, event.name] = found.value
-            self._advance(event.revision)
+                mirror.put(value.value)
 
-    def _advance(self, revision: int) -> None:
-        """Step on by one change; after a gap leave the revision behind, so that the next look reads all."""
-        if self._revision is not None and revision == self._revision + 1:
-            self._revision = revision
-
-
-def _cannot_read(error: Internal) -> None:
-    """A record that is not one: the mirror stands still and serves what it knows until a person has mended it."""
-    logger.error("registry unreadable", extra={"reason": error.message})
+    async def _read_aliases(self, mirror: Mirror, names: list[tuple[str, str]]) -> None:
+        found = await self._store.get_many([keys.alias(*name) for name in names], AliasRecord)
+        for name, value in zip(names, found, strict=True):
+            if value is None:
+                mirror.drop_alias(*name)
+            else:
+                mirror.put_alias(value.value)
 
 
-def _batches(members: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(members), READ_BATCH):
-        yield members[start : start + READ_BATCH]
+def _split(entry: str) -> tuple[str, str]:
+    tenant, _, name = entry.partition("/")
+    return tenant, name

@@ -3,9 +3,11 @@
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
 
+from infinilora.gateway.declared import Policy
 from infinilora.gateway.tenants import parse_keys
 from infinilora.runtime.settings import Common
 
@@ -23,6 +25,10 @@ class Settings(Common):
     """`key:tenant,key:tenant`. Empty: no key is asked for, and everybody is the default tenant."""
     model_aliases: str = ""
     """`alias=served-name,...`: other names of base models."""
+    adapter_api: Literal["on", "off"] = "on"
+    """Off: this gateway serves adapters and neither registers, changes nor lists them."""
+    declared_base: Policy = "warn"
+    """What to do with an adapter whose own config names another base model that is known here."""
     adapter_roots: str = ""
     """Directories that `file://` sources may lie in. Empty: the working directory and `var_dir`."""
     adapter_buckets: str = ""

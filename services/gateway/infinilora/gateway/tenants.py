@@ -26,6 +26,11 @@ class Tenants:
     def __init__(self, keys: Mapping[str, str]) -> None:
         self._keys = {key.encode(): tenant for key, tenant in keys.items()}
 
+    @property
+    def is_open(self) -> bool:
+        """Nobody shows a key."""
+        return not self._keys
+
     def of(self, authorization: str | None) -> str:
         """The tenant of an `Authorization` header. Raises Unauthenticated."""
         if not self._keys:

@@ -21,7 +21,8 @@ from infinilora.gateway.desk import Desk, Times
 from infinilora.gateway.fleet import Fleet
 from infinilora.gateway.http import Door
 from infinilora.gateway.ingest import IngestLimits
-from infinilora.gateway.management import Management
+from infinilora.gateway.ledger import Ledger
+from infinilora.gateway.management import Management, Uploads
 from infinilora.gateway.registry import Registry
 from infinilora.gateway.relay import Relay
 from infinilora.gateway.settings import Settings
@@ -74,7 +75,8 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     metrics = GatewayMetrics(metrics_registry)
     fleet = Fleet(ties.members.all, ties.channels)
     registry = Registry(ties.store, ties.bus)
-    catalog = Catalog(fleet, registry, settings.aliases)
+    tenants = Tenants(parse_keys(settings.api_keys.get_secret_value()))
+    catalog = Catalog(fleet, registry, settings.aliases, is_open=tenants.is_open)
     shelf = BaseShelf(ties.blobs)
     accounting = Accounting(ties.store, ties.bus, metrics, half_life_s=settings.heat_half_life_s)
     admission = Admission(
@@ -97,7 +99,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     )
     metrics.registry_age_s.set_function(lambda: registry.age_s)
     deps = Deps(
-        door=Door(Tenants(parse_keys(settings.api_keys.get_secret_value())), metrics),
+        door=Door(tenants, metrics),
         desk=desk,
         catalog=catalog,
         management=_management(settings, ties, registry, catalog, shelf),
@@ -120,11 +122,10 @@ def _management(
 ) -> Management:
     upload_bytes = settings.max_upload_mb << 20
     limits = UploadLimits(max_bytes=upload_bytes)
+    ledger = Ledger(ties.store, ties.bus, registry)
     adapters = Adapters(
-        store=ties.store,
         blobs=ties.blobs,
-        bus=ties.bus,
-        registry=registry,
+        ledger=ledger,
         catalog=catalog,
         shelf=shelf,
         ingest=IngestPlace(
@@ -132,9 +133,11 @@ def _management(
             IngestLimits(settings.ingest_memory_mb, settings.ingest_cpu_s, settings.ingest_wall_s),
             settings.max_ingests,
         ),
+        policy=settings.declared_base,
     )
     sources = Sources(settings.roots, _buckets(settings), limits)
-    return Management(adapters, catalog, sources, limits=limits, max_upload=upload_bytes)
+    uploads = Uploads(limits, upload_bytes)
+    return Management(adapters, ledger, catalog, sources, uploads, is_on=settings.adapter_api == "on")
 
 
 def scratch_directory(settings: Settings) -> Path:
@@ -148,11 +151,7 @@ def _buckets(settings: Settings) -> Buckets:
         return Buckets((), None)
 
     def open_bucket(bucket: str) -> BlobStore:
-        return open_blobs(
-            urlunsplit(url._replace(netloc=bucket)),
-            access_key=settings.s3_access_key,
-            secret_key=settings.s3_secret_key.get_secret_value(),
-        )
+        return open_blobs(urlunsplit(url._replace(netloc=bucket)), credentials=settings.store_credentials)
 
     return Buckets(settings.buckets or (url.netloc,), open_bucket)
 
