@@ -1,6 +1,8 @@
 """What a PEFT configuration means, by table."""
 
 import math
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,6 +34,10 @@ def rules(**config: Any) -> LoraRules:
         ({"rank_pattern": {"q_proj": 2, "layers.0.self_attn.q_proj": 4}}, Q0, 2, 8.0),
         ({"rank_pattern": {r"experts\.3\..*": 2}}, EXPERT, 2, 8.0),
         ({"lora_alpha": 0.5}, Q0, 8, 0.0625),
+        ({"r": 8.0, "rank_pattern": {"v_proj": 4.0}}, Q0, 8, 2.0),
+        ({"rank_pattern": {"q_proj": 4.0}}, Q0, 4, 4.0),
+        ({"r": None, "lora_alpha": None, "use_rslora": None}, Q0, 8, 1.0),
+        ({"rank_pattern": None, "alpha_pattern": None, "bias": None}, Q0, 8, 2.0),
     ],
 )
 def test_rank_and_scale_follow_patterns(config: dict[str, Any], module: str, rank: int, scale: float) -> None:
@@ -50,6 +56,14 @@ def test_rank_and_scale_follow_patterns(config: dict[str, Any], module: str, ran
         ({"target_modules": r".*layers\.1\..*q_proj"}, Q0, None),
         ({"target_modules": r"q_proj"}, Q0, None),
         ({"target_modules": "all-linear"}, Q0, Q0),
+        ({"target_modules": "All-Linear"}, EXPERT, EXPERT),
+        ({"target_modules": "all-linear"}, "lm_head", None),
+        ({"target_modules": "all-linear"}, "model.embed_tokens", None),
+        ({"target_modules": ["lm_head"]}, "lm_head", "lm_head"),
+        ({"target_modules": None}, Q0, Q0),
+        ({"target_modules": None, "exclude_modules": ["q_proj"]}, Q0, None),
+        ({"target_modules": None, "layers_to_transform": [1]}, Q0, None),
+        ({"target_modules": []}, Q0, None),
         ({"exclude_modules": ["layers.0.self_attn.q_proj"]}, Q0, None),
         ({"exclude_modules": r".*\.0\..*"}, Q0, None),
         ({"exclude_modules": r".*\.0\..*"}, Q1, Q1),
@@ -58,6 +72,10 @@ def test_rank_and_scale_follow_patterns(config: dict[str, Any], module: str, ran
         ({"layers_to_transform": [0], "layers_pattern": "layers"}, Q0, Q0),
         ({"layers_to_transform": [0], "layers_pattern": ["h", "layers"]}, Q1, None),
         ({"layers_to_transform": [1], "target_modules": ["up_proj"]}, EXPERT, EXPERT),
+        ({"layers_to_transform": [3], "target_modules": ["up_proj"]}, EXPERT, EXPERT),
+        ({"layers_to_transform": [2], "target_modules": ["up_proj"]}, EXPERT, None),
+        ({"layers_to_transform": 3, "layers_pattern": "experts", "target_modules": ["up_proj"]}, EXPERT, EXPERT),
+        ({"layers_to_transform": [1.0]}, Q1, Q1),
         ({"layers_to_transform": [], "layers_pattern": []}, Q0, Q0),
         ({"target_modules": None, "target_parameters": ["gate.weight"]}, Q0, None),
         ({"target_parameters": ["mlp.gate.weight"]}, "m.0.mlp.gate", "m.0.mlp.gate.weight"),
@@ -75,7 +93,6 @@ def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: 
         ({"use_dora": True}, ["use_dora", "DoRA"]),
         ({"bias": "all"}, ["bias", "'all'", "'none'"]),
         ({"lora_bias": True}, ["lora_bias"]),
-        ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
         ({"layer_replication": [[0, 2]]}, ["layer_replication"]),
         ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
         ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),
@@ -88,6 +105,15 @@ def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: 
         ({"a_later_invention": 3}, ["a_later_invention", "does not know"]),
         ({"r": 0}, ["rank r", "found 0"]),
         ({"r": "8"}, ["r"]),
+        ({"r": 8.5}, ["r", "float"]),
+        ({"r": 10**40}, ["rank r"]),
+        ({"lora_alpha": 10**400}, ["lora_alpha"]),
+        ({"init_lora_weights": "LoftQ"}, ["init_lora_weights", "LoftQ"]),
+        ({"init_lora_weights": 3}, ["init_lora_weights"]),
+        ({"medusa_num_heads": 3, "medusa_num_layers": 1}, ["medusa_num_heads", "Medusa"]),
+        ({"speculators_config": {"algorithm": "eagle3"}}, ["speculators_config", "speculator"]),
+        ({"layers_to_transform": [0], "layers_pattern": "(layers"}, ["(layers", "regular expression"]),
+        ({"target_modules": "a{99999999999}"}, ["a{99999999999}", "regular expression"]),
         ({"rank_pattern": {"q_proj": -1}}, ["rank q_proj"]),
         ({"rank_pattern": {"(q_proj": 4}}, ["(q_proj", "regular expression"]),
         ({"target_modules": "(q_proj"}, ["(q_proj", "regular expression"]),
@@ -105,6 +131,13 @@ def test_what_cannot_be_served_is_refused_by_its_key(config: dict[str, Any], nam
     [
         {"use_dora": False, "modules_to_save": None, "layer_replication": None, "a_later_invention": None},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "Gaussian"},
+        {"init_lora_weights": "EVA", "eva_config": {"rho": 2.0}},
+        {"init_lora_weights": "mica"},
+        {"init_lora_weights": "orthogonal"},
+        {"modules_to_save": [], "medusa_num_heads": None},
+        {"base_model_name_or_path": None},
+        {"base_model_name_or_path": {"a": "surprise"}},
         {"init_lora_weights": False},
         {"lora_dropout": 0.1, "task_type": "CAUSAL_LM", "revision": "main", "loftq_config": {}},
         {"fan_in_fan_out": True},
@@ -112,3 +145,52 @@ def test_what_cannot_be_served_is_refused_by_its_key(config: dict[str, Any], nam
 )
 def test_what_leaves_the_delta_alone_is_accepted(config: dict[str, Any]) -> None:
     assert rules(**config).scale(Q0) == 2.0
+
+
+def test_only_what_every_generation_of_peft_would_train_is_missed() -> None:
+    config = {"target_modules": ["up_proj"], "layers_to_transform": [1]}
+    of_layer_1 = [f"model.layers.1.mlp.experts.{expert}.up_proj" for expert in range(3)]
+    assert [rules(**config).surely_targets(module) for module in of_layer_1] == [False, True, False]
+    assert not rules(target_modules=None).surely_targets(Q0)
+    assert rules().surely_targets(Q0)
+
+
+ENDLESS = "(([a-z0-9._])+)+!"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"rank_pattern": {"k_proj": 2, ENDLESS: 4}},
+        {"alpha_pattern": {ENDLESS: 4}},
+        {"layers_to_transform": [0], "layers_pattern": ENDLESS},
+    ],
+)
+def test_a_pattern_that_never_ends_is_named(config: dict[str, Any]) -> None:
+    asked = rules(**config)
+    with pytest.raises(AdapterInvalid) as refused:
+        asked.scale(asked.target_key(Q0) or Q0)
+    assert ENDLESS in refused.value.message
+    assert "a pattern that ends" in refused.value.message
+
+
+def test_a_timer_of_ours_leaves_nothing_behind() -> None:
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(AdapterInvalid):
+        rules(target_modules=ENDLESS).target_key(Q0)
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_off_the_main_thread_patterns_are_held_without_a_timer() -> None:
+    asked = rules(rank_pattern={r"layers\.[01]\..*": 2})
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(asked.rank, Q0).result() == 2
+
+
+def test_many_questions_do_not_use_up_the_time_of_one() -> None:
+    asked = rules(rank_pattern={f"layers.{layer}.self_attn.q_proj": 3 for layer in range(300)})
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(300)]
+    assert {asked.rank(name) for name in names * 3} == {3}

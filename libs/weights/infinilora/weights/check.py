@@ -8,17 +8,21 @@ from collections import Counter, defaultdict
 import ml_dtypes
 import numpy as np
 
-from infinilora.protocol.adapter import BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
+from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
+from infinilora.weights.absent import absent_rows, refuse_empty_layers, warning_of
 from infinilora.weights.fused import container_of, establish
-from infinilora.weights.names import Half, ModuleIndex, split_key
+from infinilora.weights.joined import Joined, join_of
+from infinilora.weights.keys import Halves, pairs_of
+from infinilora.weights.names import ModuleIndex, Place
 from infinilora.weights.peft import PeftAdapter
-from infinilora.weights.plan import AdapterPlan, Cut, Pair, PartPlan, SitePlan
-from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE
+from infinilora.weights.plan import AdapterPlan, Pair, PartPlan, SitePlan
+from infinilora.weights.refuse import invalid, listed
+from infinilora.weights.rules import CONFIG_FILE, Terms
+from infinilora.weights.stacked import Stacked, stack_of
 from infinilora.weights.tensorfile import NUMPY_DTYPES
 
 MAX_RANK = 512
-OTHER: dict[Half, Half] = {"A": "B", "B": "A"}
+WHOLE_MODULES = ("lm_head", "embed_tokens")
 
 PartKey = tuple[int, Site, int]
 """Layer, site, number of the part."""
@@ -35,16 +39,11 @@ def plan_adapter(
 
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
+    refuse_whole_modules(adapter, card)
+    found = _Places(adapter, ModuleIndex(card)).all()
+    absent = absent_rows(adapter.rules, card, {key: set(blocks) for key, blocks in found.items()})
+    refuse_empty_layers(adapter.tensors.name, absent, card, {layer for layer, _, _ in found})
     _check_finite(adapter)
-    index = ModuleIndex(card)
-    found: Found = defaultdict(dict)
-    for module, halves in _pairs_of_keys(adapter).items():
-        if container := container_of(module, index):
-            _place_fused(adapter, index, container, halves, found)
-        else:
-            _place_module(adapter, index, module, halves, found)
-    if not found:
-        raise invalid(adapter.tensors.name, "tensors", found="none", wanted="at least one LoRA pair")
     sites = _sites(card, found)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
@@ -54,11 +53,36 @@ def plan_adapter(
         num_layers=card.num_layers,
         dtype=kind,
         sites=sites,
-        warnings=(*_missing(adapter, card, found), *notes),
+        notes=(*warning_of(absent), *notes),
+        absent=absent,
     )
 
 
 # Tensors ------------------------------------------------------------------------------------------
+
+
+def refuse_whole_modules(adapter: PeftAdapter, card: BaseCard) -> None:
+    """Weights that replace the base's, by the config's word or by a tensor's name. Names module and both sizes."""
+    file = adapter.tensors
+    for key, info in file.tensors.items():
+        parts = key.removesuffix(".weight").split(".")
+        module = next((name for name in WHOLE_MODULES if name in parts), None)
+        if not module or "base_layer" in parts or any("lora_" in part for part in parts):
+            continue
+        raise invalid(
+            file.name,
+            f"tensor {key}",
+            found=f"the whole of {module}, {list(info.shape)} (modules_to_save, or a vocabulary that was resized)",
+            wanted=f"LoRA halves alone; {module} of {card.name} is {[card.vocab_size, card.hidden_dim]}, "
+            f"a vocabulary of {card.vocab_size}",
+        )
+    if saved := adapter.rules.config.modules_to_save:
+        raise invalid(
+            CONFIG_FILE,
+            "modules_to_save",
+            found=f"{saved!r:.200} (whole modules trained beside the LoRA)",
+            wanted="it unset",
+        )
 
 
 def _check_finite(adapter: PeftAdapter) -> None:
@@ -73,68 +97,99 @@ def _check_finite(adapter: PeftAdapter) -> None:
             )
 
 
-def _pairs_of_keys(adapter: PeftAdapter) -> dict[str, dict[Half, str]]:
-    halves: dict[str, dict[Half, str]] = defaultdict(dict)
-    for key in sorted(adapter.tensors.tensors):
-        module, half = split_key(adapter.tensors.name, key)
-        halves[module][half] = key
-    for module, keys in halves.items():
-        for half, key in keys.items():
-            other = OTHER[half]
-            if other not in keys:
-                raise invalid(
-                    adapter.tensors.name,
-                    f"module {module}",
-                    found=f"lora_{half} alone ({key})",
-                    wanted=f"lora_{other} beside it",
-                )
-    return dict(halves)
-
-
 # Places -------------------------------------------------------------------------------------------
 
 
-def _place_module(adapter: PeftAdapter, index: ModuleIndex, module: str, keys: dict[Half, str], found: Found) -> None:
-    file, rules = adapter.tensors, adapter.rules
-    place = index.find(module)
-    if place is None:
-        raise invalid(file.name, f"tensor {keys['A']}", found=f"module {module}", wanted=index.describe())
-    target = rules.target_key(module)
-    if target is None:
-        raise invalid(
-            file.name,
-            f"tensor {keys['A']}",
-            found=f"{module}, which {CONFIG_FILE} does not target",
-            wanted="only targeted modules (PEFT would silently drop this one)",
-        )
-    rank, part = rules.rank(target), place.geometry.parts[place.part]
-    shapes: dict[Half, tuple[int, int]] = {"A": (rank, place.geometry.in_dim), "B": (part.out_dim, rank)}
-    for half, wanted in shapes.items():
-        shape = file.tensors[keys[half]].shape
-        if shape != wanted:
-            raise invalid(file.name, f"tensor {keys[half]} shape", found=list(shape), wanted=list(wanted))
-    pair = Pair(a=Cut(keys["A"]), bt=Cut(keys["B"], turned=True), rank=rank)
-    key = (place.geometry.layer, place.geometry.site, place.part)
-    _add(adapter, found, key, place.expert or 0, (pair, rules.scale(target)))
+class _Places:
+    """Where each pair of an adapter belongs. Between calls: what was found, and the modules that nothing targets."""
 
+    def __init__(self, adapter: PeftAdapter, index: ModuleIndex) -> None:
+        self._file, self._rules, self._index = adapter.tensors, adapter.rules, index
+        self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
+        self._found: Found = defaultdict(dict)
+        self._untargeted: list[str] = []
 
-def _place_fused(adapter: PeftAdapter, index: ModuleIndex, container: str, keys: dict[Half, str], found: Found) -> None:
-    fused = establish(adapter.tensors, keys["A"], keys["B"], container=container, index=index, rules=adapter.rules)
-    for number, pairs in fused.parts():
-        for expert, pair in enumerate(pairs):
-            key = (fused.geometry.layer, fused.geometry.site, number)
-            _add(adapter, found, key, expert, (pair, fused.scale))
+    def all(self) -> Found:
+        """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
+        for module, halves in self._pairs.items():
+            self._place(module, halves)
+        if self._untargeted:
+            raise invalid(
+                self._file.name,
+                f"{len(self._untargeted)} modules with tensors",
+                found=f"{listed(self._untargeted)}, which {CONFIG_FILE} does not target",
+                wanted="only targeted modules (PEFT would silently drop these)",
+            )
+        return self._found
 
+    def _place(self, module: str, halves: Halves) -> None:
+        if container := container_of(module, self._index):
+            self._place_flattened(container, halves)
+        elif place := self._index.find(module):
+            self._place_single(module, halves, place)
+        elif join := join_of(module, self._index):
+            self._place_joined(module, halves, join)
+        elif stack := stack_of(module, self._index):
+            self._place_stacked(module, halves, stack)
+        else:
+            raise invalid(
+                self._file.name, f"tensor {halves.a}", found=f"module {module}", wanted=self._index.describe()
+            )
 
-def _add(adapter: PeftAdapter, found: Found, key: PartKey, block: int, scaled: Scaled) -> None:
-    if block in found[key]:
-        raise invalid(
-            adapter.tensors.name,
-            f"tensor {scaled[0].a.tensor}",
-            found=f"a second pair for one projection, beside {found[key][block][0].a.tensor}",
-            wanted="one",
-        )
-    found[key][block] = scaled
+    def _place_flattened(self, container: str, halves: Halves) -> None:
+        fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
+        for number, pairs in fused.parts():
+            for expert, pair in enumerate(pairs):
+                self._add((fused.geometry.layer, fused.geometry.site, number), expert, pair, fused.scale)
+
+    def _place_single(self, module: str, halves: Halves, place: Place) -> None:
+        if (terms := self._terms(module)) is None:
+            return
+        site, part = place.geometry, place.geometry.parts[place.part]
+        self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
+        pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
+        self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
+
+    def _place_joined(self, module: str, halves: Halves, join: Joined) -> None:
+        if (terms := self._terms(module, join.names)) is None:
+            return
+        site = join.geometry
+        self._check_shapes(halves, terms.rank, site.in_dim, site.out_dim)
+        for number, pair in join.pairs(self._file, halves):
+            self._add((site.layer, site.site, number), join.expert or 0, pair, terms.scale)
+
+    def _place_stacked(self, module: str, halves: Halves, stack: Stacked) -> None:
+        if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
+            return
+        site = stack.experts.geometry
+        halves = stack.established(self._file, halves, terms.rank)
+        for number, expert, pair in stack.pairs(self._file, halves):
+            self._add((site.layer, site.site, number), expert, pair, terms.scale)
+
+    def _terms(self, module: str, parts: tuple[str, ...] = (), *, container: str = "") -> Terms | None:
+        """None, and kept for the refusal, where the configuration does not target the module."""
+        terms = self._rules.terms(module, parts, container=container)
+        if terms is None:
+            self._untargeted.append(module)
+        return terms
+
+    def _check_shapes(self, halves: Halves, rank: int, in_dim: int, out_dim: int) -> None:
+        for key, wanted in zip((halves.a, halves.b), halves.shapes(rank, in_dim, out_dim), strict=True):
+            found = self._file.tensors[key].shape
+            if found != wanted:
+                hint = ", transposed?" if found == wanted[::-1] else ""
+                raise invalid(self._file.name, f"tensor {key} shape", found=f"{list(found)}{hint}", wanted=list(wanted))
+
+    def _add(self, key: PartKey, block: int, pair: Pair, scale: float) -> None:
+        blocks = self._found[key]
+        if block in blocks:
+            raise invalid(
+                self._file.name,
+                f"tensor {pair.a.tensor}",
+                found=f"a second pair for one projection, beside {blocks[block][0].a.tensor}",
+                wanted="one",
+            )
+        blocks[block] = (pair, scale)
 
 
 # Parts and sites ----------------------------------------------------------------------------------
@@ -186,18 +241,27 @@ def _check_ranks(adapter: PeftAdapter, sites: tuple[SitePlan, ...], max_rank: in
 # The manifest's dtype and warnings ----------------------------------------------------------------
 
 
-def _packed_dtype(adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str | None) -> tuple[str, tuple[str, ...]]:
+def _packed_dtype(
+    adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str | None
+) -> tuple[str, tuple[AdapterWarning, ...]]:
     """The file's own dtype if it has one; fp32, which holds every other exactly, if it mixes."""
     kinds = sorted({info.dtype for info in adapter.tensors.tensors.values()})
-    kind, notes = (kinds[0], ()) if len(kinds) == 1 else ("F32", (f"packed as F32: the file mixes {kinds}",))
+    kind = kinds[0]
+    notes: list[AdapterWarning] = []
+    if len(kinds) > 1:
+        kind = "F32"
+        notes.append(AdapterWarning(code="widened", text=f"packed as F32: the file mixes {kinds}"))
     if any(pair and pair.gain != 1.0 for site in sites for part in site.parts for pair in part.pairs):
-        kind, notes = "F32", (*notes, "packed as F32: experts of one projection have unlike scales")
+        kind = "F32"
+        text = "packed as F32: experts of one projection have unlike scales"
+        notes.append(AdapterWarning(code="widened", text=text))
     if narrow is None or narrow == kind:
-        return kind, notes
+        return kind, tuple(notes)
     if narrow not in NUMPY_DTYPES or NUMPY_DTYPES[narrow].itemsize >= NUMPY_DTYPES[kind].itemsize:
         raise invalid(CONFIG_FILE, "narrow", found=f"{narrow} for a file of {kind}", wanted="BF16 or F16 of F32")
     _check_range(adapter, narrow)
-    return narrow, (*notes, f"narrowed {kind} -> {narrow}: {NARROWING_BOUND[narrow]}")
+    notes.append(AdapterWarning(code="narrowed", text=f"narrowed {kind} -> {narrow}: {NARROWING_BOUND[narrow]}"))
+    return narrow, tuple(notes)
 
 
 def _check_range(adapter: PeftAdapter, narrow: str) -> None:
@@ -217,17 +281,3 @@ NARROWING_BOUND = {
     "BF16": "each factor rounded by at most 2^-9 of itself, a delta by at most 2^-7.9 of scale*|B||A|",
     "F16": "each factor rounded by at most 2^-12 of itself (2^-25 absolute below 2^-14)",
 }
-
-
-def _missing(adapter: PeftAdapter, card: BaseCard, found: Found) -> tuple[str, ...]:
-    """Dense projections that the configuration targets and the file does not hold: they add nothing."""
-    missing = [
-        part.module
-        for site in card.sites
-        if not site.num_experts
-        for number, part in enumerate(site.parts)
-        if (site.layer, site.site, number) not in found and adapter.rules.target_key(part.module)
-    ]
-    if not missing:
-        return ()
-    return (f"{len(missing)} targeted modules have no tensors and add nothing, the first: {missing[0]}",)

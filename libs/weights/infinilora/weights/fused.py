@@ -129,12 +129,12 @@ _FIRST_STRAIGHT = (0, 19, 1)
 
 
 def _version_crosses(file: str, tensor: str, widths: tuple[int, int], rules: LoraRules) -> bool:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", rules.peft_version or "")
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", rules.config.peft_version or "")
     if not found:
         raise invalid(
             file,
             f"tensor {tensor}",
-            found=f"equal widths {widths[0]} and {widths[1]}, and peft_version {rules.peft_version!r}",
+            found=f"equal widths {widths[0]} and {widths[1]}, and peft_version {rules.config.peft_version!r}",
             wanted="a peft_version in adapter_config.json, which tells how A and B are to be read",
         )
     return tuple(int(number) for number in found.groups()) < _FIRST_STRAIGHT

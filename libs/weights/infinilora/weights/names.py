@@ -1,38 +1,33 @@
-"""Which projection of the base a tensor's name means, in every spelling that trainers use.
+"""Which projection of the base a module's name means, in every spelling that trainers use. Pure.
 
-The one place that knows PEFT's key grammar and the names that models had in earlier transformers. Pure.
+Knows the names that models had in earlier transformers and inside larger models; not the grammar of keys.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 from infinilora.protocol.adapter import BaseCard, SiteGeometry
-from infinilora.weights.refuse import invalid
 
 PREFIX = "base_model.model."
-Half = Literal["A", "B"]
+"""What PEFT puts before a module's name in a file."""
 
-_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight\Z")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
-# Earlier transformers' names (left) of what cards call by today's (right): Mixtral until 4.57.
+# Other names (left) of what cards call by today's (right).
 ALIASES = (
+    # A language model alone, without its head, or inside a model that also sees or hears.
+    (re.compile(r"\A(?:(?:model\.)?language_model\.(?:model\.)?)?(?=(?:layers\.\d+|embed_tokens)(?:\.|\Z))"), "model."),
+    (re.compile(r"\A(?:model\.)?language_model\.(?=lm_head(?:\.|\Z))"), ""),
+    # Mixtral until transformers 4.57.
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
     (re.compile(r"(\.experts\.(?:\d+|\{expert\}))\.w1\Z"), r"\1.gate_proj"),
     (re.compile(r"(\.experts\.(?:\d+|\{expert\}))\.w2\Z"), r"\1.down_proj"),
     (re.compile(r"(\.experts\.(?:\d+|\{expert\}))\.w3\Z"), r"\1.up_proj"),
 )
-
-# What a key that is no LoRA half tells: (part of the key, why it is refused).
-_TELLING = (
-    ("lora_magnitude_vector", "DoRA, which is not served"),
-    ("lora_embedding_", "LoRA on an embedding, which is not served"),
-    ("modules_to_save", "a whole module trained beside the LoRA, which is not served"),
-    ("token_adapter", "trained token embeddings, which are not served"),
-    (".bias", "a bias, which is not served"),
-    ("base_layer.weight", "a copy of base weights (save again with save_embedding_layers=False)"),
-)
+_EARLIER = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EARLIER_EXPERT = re.compile(r"\.mlp(\.experts\.(?:\d+|\{expert\}))\.(gate_proj|up_proj|down_proj)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +39,29 @@ class Place:
     expert: int | None
 
 
-def split_key(file: str, key: str) -> tuple[str, Half]:
-    """The module and the half (A or B) that a tensor's name means. Raises AdapterInvalid."""
-    found = _LORA_KEY.match(key)
-    if not found:
-        why = next((why for part, why in _TELLING if part in key), "no LoRA weight")
-        raise invalid(file, f"tensor {key}", found=why, wanted="...lora_A.weight or ...lora_B.weight")
-    module = found.group("module")
-    if not module.startswith(PREFIX):
-        raise invalid(file, f"tensor {key}", found="a name that PEFT does not load", wanted=f"{PREFIX}...")
-    return module.removeprefix(PREFIX), "A" if found.group("half") == "A" else "B"
+class ExpertParts(NamedTuple):
+    """Parts of a MoE site, of every expert alike."""
+
+    geometry: SiteGeometry
+    parts: tuple[int, ...]
 
 
 def canonical(module: str) -> str:
     """A module's name of today."""
     for pattern, today in ALIASES:
-        module = pattern.sub(today, module)
+        module = pattern.sub(today, module, count=1)
     return module
+
+
+def spellings(module: str) -> Iterator[str]:
+    """The names by which configurations may target one module of a card."""
+    yield module
+    today = canonical(module)
+    if today != module:
+        yield today
+    earlier = _EARLIER_EXPERT.sub(lambda found: f".block_sparse_moe{found[1]}.{_EARLIER[found[2]]}", today)
+    if earlier not in {module, today}:
+        yield earlier
 
 
 class ModuleIndex:
@@ -93,6 +94,15 @@ class ModuleIndex:
         names = (name for name in self._places if name.startswith(prefix))
         sites = {self._places[name][0].site: self._places[name][0] for name in names}
         return tuple(sites[site] for site in sorted(sites))
+
+    def expert_parts(self, container: str, names: tuple[str, ...]) -> ExpertParts | None:
+        """The projections `names` of all experts in a container; None unless they are parts of one site."""
+        prefix = canonical(f"{container}.").removesuffix(".") + ".{expert}."
+        places = [self._places.get(canonical(prefix + name)) for name in names]
+        found = [place for place in places if place and place[0].num_experts]
+        if len(found) < len(names) or any(place[0] is not found[0][0] for place in found):
+            return None
+        return ExpertParts(found[0][0], tuple(part for _, part in found))
 
     def describe(self) -> str:
         """What this base can adapt, for a refusal."""

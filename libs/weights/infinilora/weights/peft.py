@@ -1,6 +1,7 @@
-"""Read a PEFT adapter directory: its configuration and its tensors, mapped and not yet understood.
+"""Read an adapter directory: its configuration and its tensors, mapped and not yet understood.
 
-Refuses what is not safetensors by name. Which tensor belongs where is `names` and `rules`.
+A PEFT directory, or what MLX writes (`exports`). Refuses what is not safetensors by name. Which tensor belongs
+where is `keys`, `names` and `rules`.
 """
 
 import hashlib
@@ -10,12 +11,15 @@ from typing import Any
 
 import msgspec
 
+from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
+from infinilora.weights.exports import MLX_TENSORS_FILE, is_mlx, mlx_rules
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE, LoraRules, rules_of
+from infinilora.weights.rules import CONFIG_FILE, LoraRules, refuse_drafters, rules_of
 from infinilora.weights.tensorfile import TensorFile, open_tensors
 
 TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle"})
+_MODEL_CONFIG_FILE = "config.json"
 _MAX_CONFIG_BYTES = 8 << 20
 
 
@@ -28,45 +32,67 @@ class PeftAdapter:
     tensors: TensorFile
     source_digest: str
     """sha256 over both files: the identity of what the user gave us."""
+    declared_base: str = ""
+    """The base model that the configuration names: words of its trainer, which nothing is looked up by."""
+    is_mlx: bool = False
+    """Its tensors are MLX's `lora_a` [in, r] and `lora_b` [r, out]."""
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
-    """Read `adapter_config.json` and map `adapter_model.safetensors`. Raises AdapterInvalid."""
-    if not directory.is_dir():
-        raise invalid(str(directory.name), "adapter directory", found="no such directory", wanted="a directory")
+    """Read `adapter_config.json` and map the weight file that it goes with.
+
+    Raises SourceNotFound where one of them is missing, AdapterInvalid for what they are.
+    """
     config_bytes = _read_config(directory)
-    rules = rules_of(_parse_config(config_bytes))
-    tensors = open_tensors(_tensors_path(directory))
+    config = _parse_config(config_bytes)
+    from_mlx = is_mlx(config)
+    rules = mlx_rules(config) if from_mlx else rules_of(config)
+    path = _tensors_path(directory, MLX_TENSORS_FILE if from_mlx else TENSORS_FILE)
+    tensors = _open(path)
     config_sha = hashlib.sha256(config_bytes).hexdigest()
-    lines = f"{CONFIG_FILE} {config_sha}\n{TENSORS_FILE} {tensors.sha256()}\n"
+    lines = f"{CONFIG_FILE} {config_sha}\n{path.name} {tensors.sha256()}\n"
+    declared = config.get("model" if from_mlx else "base_model_name_or_path")
     return PeftAdapter(
         directory=directory,
         rules=rules,
         tensors=tensors,
         source_digest="sha256:" + hashlib.sha256(lines.encode()).hexdigest(),
+        declared_base=declared if isinstance(declared, str) else "",
+        is_mlx=from_mlx,
     )
 
 
 def _read_config(directory: Path) -> bytes:
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise invalid(CONFIG_FILE, "file", found=_listing(directory), wanted=f"{CONFIG_FILE} (a PEFT directory)")
+        _refuse_a_drafters_directory(directory)
+        raise SourceNotFound(f"{CONFIG_FILE}: file: found none; wanted it at the top of the adapter", param="source")
+    return _read_small(path)
+
+
+def _read_small(path: Path) -> bytes:
     if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise invalid(CONFIG_FILE, "size", found=f"{path.stat().st_size} bytes", wanted=f"at most {_MAX_CONFIG_BYTES}")
+        raise invalid(path.name, "size", found=f"{path.stat().st_size} bytes", wanted=f"at most {_MAX_CONFIG_BYTES}")
     return path.read_bytes()
 
 
-def _parse_config(data: bytes) -> dict[str, Any]:
+def _refuse_a_drafters_directory(directory: Path) -> None:
+    path = directory / _MODEL_CONFIG_FILE
+    if path.is_file():
+        refuse_drafters(path.name, _parse_config(_read_small(path), path.name))
+
+
+def _parse_config(data: bytes, name: str = CONFIG_FILE) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(CONFIG_FILE, "content", found=str(error), wanted="a JSON object") from error
+        raise invalid(name, "content", found=str(error), wanted="a JSON object") from error
     except RecursionError:
-        raise invalid(CONFIG_FILE, "content", found="nesting too deep to read", wanted="a JSON object") from None
+        raise invalid(name, "content", found="nesting too deep to read", wanted="a JSON object") from None
 
 
-def _tensors_path(directory: Path) -> Path:
-    path = directory / TENSORS_FILE
+def _tensors_path(directory: Path, wanted: str) -> Path:
+    path = directory / wanted
     if path.is_file():
         return path
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix.lower() in PICKLE_SUFFIXES)
@@ -75,11 +101,22 @@ def _tensors_path(directory: Path) -> Path:
             pickles[0],
             "file format",
             found="a pickle file, which can run code when it is read",
-            wanted=f"{TENSORS_FILE} (save it again with safe_serialization=True)",
+            wanted=f"{wanted} (save it again with safe_serialization=True)",
         )
-    raise invalid(TENSORS_FILE, "file", found=_listing(directory), wanted=TENSORS_FILE)
+    raise SourceNotFound(f"{wanted}: file: found none; wanted it beside {CONFIG_FILE}", param="source")
 
 
-def _listing(directory: Path) -> str:
-    names = sorted(p.name for p in directory.iterdir())
-    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "an empty directory"
+def _open(path: Path) -> TensorFile:
+    if not path.stat().st_size:
+        raise _empty(path.name, "an empty file")
+    file = open_tensors(path)
+    if not file.tensors:
+        raise _empty(path.name, "a file without tensors")
+    if all(0 in info.shape for info in file.tensors.values()):
+        raise _empty(path.name, f"{len(file.tensors)} tensors, all empty")
+    return file
+
+
+def _empty(name: str, what: str) -> AdapterInvalid:
+    """What training under ZeRO-3 leaves behind when it saves weights that it has not gathered."""
+    return invalid(name, "tensors", found=f"no LoRA tensors ({what})", wanted="at least one LoRA pair")

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinilora.protocol.adapter import PartEntry, SiteGeometry
+from infinilora.protocol.adapter import AdapterWarning, PartEntry, SiteGeometry, block_spans
 from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.ingest import PlanRow
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.tensorfile import Array, TensorFile
 
@@ -18,16 +19,18 @@ ALL = slice(None)
 
 
 class Cut(NamedTuple):
-    """A rectangle of a two-dimensional tensor of the file, transposed if `turned`."""
+    """A rectangle of a two-dimensional tensor of the file, or of one plane of a three-dimensional; then `turned`."""
 
     tensor: str
     rows: slice = ALL
     cols: slice = ALL
     turned: bool = False
+    plane: int | None = None
 
     def read(self, file: TensorFile) -> Array:
         """The rectangle as a view in the file's dtype."""
-        block = file.read(self.tensor)[self.rows, self.cols]
+        whole = file.read(self.tensor)
+        block = (whole if self.plane is None else whole[self.plane])[self.rows, self.cols]
         return block.T if self.turned else block
 
 
@@ -69,7 +72,33 @@ class AdapterPlan:
     num_layers: int
     dtype: str
     sites: tuple[SitePlan, ...]
-    warnings: tuple[str, ...] = ()
+    notes: tuple[AdapterWarning, ...] = ()
+    absent: tuple[PlanRow, ...] = ()
+    """Projections that the configuration targets and the files hold nothing for."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(note.text for note in self.notes)
+
+    def rows(self) -> tuple[PlanRow, ...]:
+        """What is packed, part by part, then what is absent."""
+        packed = (_row(site, part, self.dtype) for site in self.sites for part in site.parts)
+        return (*packed, *self.absent)
+
+
+def _row(site: SitePlan, part: PartPlan, dtype: str) -> PlanRow:
+    geometry, entry = site.geometry, part.entry
+    _, block_bytes = block_spans((entry,), geometry.in_dim, dtype)
+    return PlanRow(
+        site=geometry.site.label,
+        module=next(p.module for p in geometry.parts if p.name == entry.name),
+        layer=geometry.layer,
+        rank=entry.rank,
+        scale=entry.scale,
+        num_bytes=block_bytes * (geometry.num_experts or 1),
+        experts=sum(pair is not None for pair in part.pairs) if geometry.num_experts else 0,
+        verdict="packed",
+    )
 
 
 def fill(pair: Pair | None, file: TensorFile, a: Array, bt: Array) -> None:

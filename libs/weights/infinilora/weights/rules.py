@@ -1,100 +1,161 @@
 """What a PEFT LoRA configuration means: rank, alpha and scale of a module, and whether it is a target at all.
 
-Pure: a configuration in, answers out. Everything in a configuration that changes the result and is not
-computed here is refused by its key; a key that this version has never heard of is refused when it is set.
+A configuration in, answers out. Everything in a configuration that changes the result and is not computed here
+is refused by its key; a key that this version has never heard of is refused when it is set.
 """
 
 import math
-import re
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from infinilora.weights.patterns import Matcher
 from infinilora.weights.refuse import invalid
 
 CONFIG_FILE = "adapter_config.json"
 Number = TypeVar("Number", int, float)
+Readings = Callable[[Iterable[bool]], bool]
+"""`any` or `all`: of PEFT's two readings of a layer's number."""
+
+_SUFFIX = r"(.*\.)?({})$"
+"""PEFT's form of a key of rank_pattern and alpha_pattern: the whole name, or what follows a dot in it."""
+_LAYER = (r"(?:^|.*?\.){}\.(?P<layer>\d+)\.", r"(?:^|.*\.){}\.(?P<layer>\d+)\.")
+"""A module's layer as PEFT reads it today (the first number), and as it did until 0.18 (the last: an expert's)."""
+_ANY_LIST = "[^.]*"
+_MAX_RANK = 1 << 20
+_MAX_ALPHA = 3e38
 
 
-class LoraRules(msgspec.Struct, frozen=True, kw_only=True):
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a LoRA configuration that decide the delta."""
 
-    peft_type: str
+    peft_type: str = "LORA"
     r: int = 8
     lora_alpha: float = 8.0
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
     target_modules: str | list[str] | None = None
-    exclude_modules: str | list[str] | None = None
-    target_parameters: list[str] | None = None
+    exclude_modules: str | list[str] = []
+    target_parameters: list[str] = []
     layers_to_transform: int | list[int] | None = None
-    layers_pattern: str | list[str] | None = None
+    layers_pattern: str | list[str] = []
+    modules_to_save: list[str] = []
     peft_version: str | None = None
+
+
+class Terms(NamedTuple):
+    """What a module's pair is held against: its rank, and what multiplies B·A."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRules:
+    """The answers that a configuration gives. Pure, but for the time that its patterns are given."""
+
+    config: LoraConfig
+    matcher: Matcher
 
     def rank(self, module: str) -> int:
         """The rank of a module (or of a parameter, by its own name)."""
-        return _by_pattern(self.rank_pattern or {}, module, self.r)
+        return self._by_pattern(self.config.rank_pattern, module, self.config.r)
 
     def scale(self, module: str) -> float:
         """What multiplies B·A: alpha / rank, or alpha / sqrt(rank) for rsLoRA. The one place it is computed."""
-        alpha, rank = _by_pattern(self.alpha_pattern or {}, module, self.lora_alpha), self.rank(module)
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+        alpha = self._by_pattern(self.config.alpha_pattern, module, self.config.lora_alpha)
+        rank = self.rank(module)
+        return alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank
+
+    def terms(self, module: str, parts: Sequence[str] = (), *, container: str = "") -> Terms | None:
+        """Rank and scale of a module; None where nothing targets it: PEFT would silently drop its tensors.
+
+        A module that stands for several `parts` is also a target where all of them are, with like terms; one that
+        is a parameter of `container`, where its own name is a parameter's, or the container is a target.
+        """
+        key = self.target_key(module)
+        if key is None and container and (self.names_parameter(module) or self.target_key(container)):
+            key = module
+        if key:
+            return Terms(self.rank(key), self.scale(key))
+        keys = [self.target_key(part) for part in parts]
+        terms = {Terms(self.rank(key), self.scale(key)) for key in keys if key}
+        return terms.pop() if all(keys) and len(terms) == 1 else None
 
     def target_key(self, module: str) -> str | None:
-        """The name by which PEFT targets this module; None: not at all, PEFT would silently drop its tensors.
+        """The name by which PEFT targets this module, or None.
 
         It is the module's own name, or that of its `weight` where a configuration targets parameters.
         Rank and alpha patterns are held against it.
         """
-        if self._targets_module(module):
+        if self._targets_module(module, readings=any):
             return module
         weight = f"{module}.weight"
-        return weight if self.targets_parameter(weight) else None
+        return weight if self.names_parameter(weight) else None
+
+    def surely_targets(self, module: str) -> bool:
+        """Whether every generation of PEFT would have trained this module; False where the weights decide."""
+        if self._weights_decide:
+            return False
+        return self._targets_module(module, readings=all) or self.names_parameter(f"{module}.weight")
 
     def targets_parameter(self, parameter: str) -> bool:
-        return _named(self.target_parameters or (), parameter)
+        return self._weights_decide or self.names_parameter(parameter)
 
-    def _targets_module(self, module: str) -> bool:
-        match self.exclude_modules:
-            case str() as pattern if pattern and re.fullmatch(pattern, module):
-                return False
-            case list() as names if _named(names, module):
-                return False
-        match self.target_modules:
+    def names_parameter(self, parameter: str) -> bool:
+        """Whether the configuration itself lists this parameter."""
+        return _named(self.config.target_parameters, parameter)
+
+    @property
+    def _weights_decide(self) -> bool:
+        """No targets at all: PEFT takes a default of the model's type, and the file holds what was trained."""
+        return self.config.target_modules is None and not self.config.target_parameters
+
+    def _targets_module(self, module: str, *, readings: Readings) -> bool:
+        if self._excludes(module):
+            return False
+        match self.config.target_modules:
             case None:
-                return False
-            case "all-linear":
-                return True
+                return self._weights_decide and self._transforms_layer_of(module, readings)
+            case str() as pattern if pattern.lower() == "all-linear":
+                # PEFT leaves out the head; embeddings are not linear.
+                return module.rpartition(".")[2] not in {"lm_head", "embed_tokens"}
             case str() as pattern:
-                return re.fullmatch(pattern, module) is not None
+                return self.matcher.fullmatch(pattern, module)
             case names:
-                if module in names:
-                    return True
-                return _named(names, module) and self._transforms_layer_of(module)
+                return module in names or (_named(names, module) and self._transforms_layer_of(module, readings))
 
-    def _transforms_layer_of(self, module: str) -> bool:
-        wanted = self.layers_to_transform
+    def _excludes(self, module: str) -> bool:
+        match self.config.exclude_modules:
+            case str() as pattern:
+                return bool(pattern) and self.matcher.fullmatch(pattern, module)
+            case names:
+                return _named(names, module)
+
+    def _transforms_layer_of(self, module: str, readings: Readings) -> bool:
+        wanted = self.config.layers_to_transform
         if wanted is None or wanted == []:
             return True
-        names = self.layers_pattern or ["[^.]*"]
-        for name in [names] if isinstance(names, str) else names:
-            if found := re.match(rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\.", module):
-                layer = int(found.group("layer"))
-                return layer == wanted if isinstance(wanted, int) else layer in wanted
-        return False
+        layers = [wanted] if isinstance(wanted, int) else wanted
+        lists = _layer_lists(self.config)
+        found = [self.matcher.first(lists, form, module) for form in _LAYER]
+        return readings(number is not None and int(number[1]["layer"]) in layers for number in found)
+
+    def _by_pattern(self, patterns: dict[str, Number], key: str, default: Number) -> Number:
+        found = self.matcher.first(patterns, _SUFFIX, key) if patterns else None
+        return patterns[found[0]] if found else default
 
 
 def _named(names: Iterable[str], key: str) -> bool:
     return any(key == name or key.endswith(f".{name}") for name in names)
 
 
-def _by_pattern(patterns: dict[str, Number], key: str, default: Number) -> Number:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", key):
-            return value
-    return default
+def _layer_lists(config: LoraConfig) -> list[str]:
+    names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
+    return [name for name in names if name] or [_ANY_LIST]
 
 
 # Set to anything that is not false, none or empty, these change the delta in a way that is not computed here.
@@ -105,7 +166,6 @@ REFUSED = {
     "layer_replication": "replicated layers",
     "lora_bias": "a bias on lora_B",
     "megatron_config": "Megatron layers",
-    "modules_to_save": "whole modules trained beside the LoRA",
     "monteclora_config": "MonteCLoRA",
     "trainable_token_indices": "trained token embeddings",
     "use_bdlora": "block-diagonal LoRA",
@@ -136,60 +196,90 @@ HARMLESS = frozenset(
 )
 
 # These only set the first values of A and B; every other initialisation also rewrites the base weights.
-PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+
+# What only the configuration of something that drafts tokens has.
+DRAFTERS = ("medusa", "speculator", "eagle")
 
 
 def rules_of(config: dict[str, Any]) -> LoraRules:
     """Check a configuration and keep what decides the delta. Raises AdapterInvalid."""
+    refuse_drafters(CONFIG_FILE, config)
     if config.get("peft_type") != "LORA":
-        raise invalid(CONFIG_FILE, "peft_type", found=repr(config.get("peft_type")), wanted="'LORA'")
+        raise invalid(CONFIG_FILE, "peft_type", found=f"{config.get('peft_type')!r:.200}", wanted="'LORA'")
     _refuse_unserved(config)
     try:
-        rules = msgspec.convert(config, LoraRules)
-    except msgspec.ValidationError as error:
+        fields = msgspec.convert(_plain(config), LoraConfig)
+    except (msgspec.ValidationError, OverflowError) as error:
         raise invalid(CONFIG_FILE, "content", found=str(error), wanted="a PEFT LoraConfig") from error
-    _check_values(rules)
-    return rules
+    return checked_rules(fields)
+
+
+def refuse_drafters(file: str, config: dict[str, Any]) -> None:
+    """Medusa heads and other speculators come under names like an adapter's, and are none."""
+    for key, value in config.items():
+        if key.lower().startswith(DRAFTERS) and value:
+            raise invalid(
+                file,
+                f"{key:.200}",
+                found=f"{value!r:.200}: a Medusa head or another speculator, which drafts tokens",
+                wanted="a LoRA adapter; speculators are not served",
+            )
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls, which stand for defaults, and with whole numbers where a writer made them floats."""
+    plain = {key: value for key, value in config.items() if value is not None}
+    for key in ("r", "layers_to_transform"):
+        if key in plain:
+            plain[key] = _whole(plain[key])
+    if isinstance(ranks := plain.get("rank_pattern"), dict):
+        plain["rank_pattern"] = {pattern: _whole(rank) for pattern, rank in ranks.items()}
+    return plain
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(number) for number in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _refuse_unserved(config: dict[str, Any]) -> None:
-    if config.get("bias", "none") != "none":
-        raise invalid(CONFIG_FILE, "bias", found=repr(config["bias"]), wanted="'none'")
-    init = config.get("init_lora_weights", True)
-    if not any(init is plain or init == plain for plain in PLAIN_INITS if type(init) is type(plain)):
+    bias = config.get("bias")
+    if bias is not None and bias != "none":
+        raise invalid(CONFIG_FILE, "bias", found=f"{bias!r:.200}", wanted="'none'")
+    init = config.get("init_lora_weights")
+    if not (init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in PLAIN_INITS)):
         raise invalid(
             CONFIG_FILE,
             "init_lora_weights",
-            found=f"{init!r}, which also rewrites the base weights",
+            found=f"{init!r:.200}, which also rewrites the base weights",
             wanted="an adapter converted back to plain LoRA (save_pretrained with "
             "path_initial_model_for_weight_conversion)",
         )
-    known = set(LoraRules.__struct_fields__) | HARMLESS | {"bias", "init_lora_weights"}
+    known = set(LoraConfig.__struct_fields__) | HARMLESS | {"bias", "init_lora_weights"}
     for key, value in sorted(config.items()):
         if key in known or not value:
             continue
         reason = REFUSED.get(key, "a key that this version does not know")
-        raise invalid(CONFIG_FILE, key, found=f"{value!r:.200} ({reason})", wanted="it unset")
+        raise invalid(CONFIG_FILE, f"{key:.200}", found=f"{value!r:.200} ({reason})", wanted="it unset")
 
 
-def _check_values(rules: LoraRules) -> None:
-    for key, rank in [("r", rules.r), *(rules.rank_pattern or {}).items()]:
-        if rank < 1:
-            raise invalid(CONFIG_FILE, f"rank {key}", found=rank, wanted="at least 1")
-    for key, alpha in [("lora_alpha", rules.lora_alpha), *(rules.alpha_pattern or {}).items()]:
-        if not math.isfinite(alpha):
-            raise invalid(CONFIG_FILE, f"alpha {key}", found=alpha, wanted="a finite number")
-    patterns = [*(rules.rank_pattern or {}), *(rules.alpha_pattern or {})]
-    patterns += [p for p in (rules.target_modules, rules.exclude_modules) if isinstance(p, str)]
-    match rules.layers_pattern:
-        case str() as pattern:
-            patterns.append(pattern)
-        case list() as more:
-            patterns += more
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise invalid(
-                CONFIG_FILE, f"pattern {pattern!r}", found=str(error), wanted="a regular expression"
-            ) from error
+def checked_rules(config: LoraConfig) -> LoraRules:
+    """The rules of a configuration whose ranks, alphas and patterns hold. Raises AdapterInvalid."""
+    for key, rank in [("r", config.r), *config.rank_pattern.items()]:
+        if not 1 <= rank <= _MAX_RANK:
+            raise invalid(CONFIG_FILE, f"rank {key:.200}", found=rank, wanted=f"at least 1, at most {_MAX_RANK}")
+    for key, alpha in [("lora_alpha", config.lora_alpha), *config.alpha_pattern.items()]:
+        if not abs(alpha) <= _MAX_ALPHA:
+            raise invalid(CONFIG_FILE, f"alpha {key:.200}", found=alpha, wanted="a finite number of single precision")
+    matcher = Matcher(CONFIG_FILE)
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        matcher.check(pattern, _SUFFIX)
+    for targets in (config.target_modules, config.exclude_modules):
+        if isinstance(targets, str):
+            matcher.check(targets)
+    for pattern in _layer_lists(config):
+        for form in _LAYER:
+            matcher.check(pattern, form)
+    return LoraRules(config, matcher)

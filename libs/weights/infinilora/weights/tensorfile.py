@@ -6,6 +6,7 @@ Knows nothing of LoRA.
 
 import hashlib
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
 }
 MAX_HEADER_BYTES = 100 << 20
+MAX_TENSORS = 200_000
+MAX_NAME_CHARS = 512
 LENGTH_BYTES = 8
 _HASH_CHUNK_BYTES = 1 << 20
+_FIRST_BYTES = 64
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -72,10 +76,11 @@ def open_tensors(path: Path) -> TensorFile:
     """Map a safetensors file after checking its header against its size. Raises AdapterInvalid."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(LENGTH_BYTES)
-        if len(prefix) < LENGTH_BYTES:
+        first = file.read(_FIRST_BYTES)
+        _refuse_foreign(path.name, first)
+        if len(first) < LENGTH_BYTES:
             raise invalid(path.name, "header length", found=f"{size} bytes of file", wanted="at least 8")
-        header_bytes = int.from_bytes(prefix, "little")
+        header_bytes = int.from_bytes(first[:LENGTH_BYTES], "little")
         if header_bytes > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
             raise invalid(
                 path.name,
@@ -83,11 +88,33 @@ def open_tensors(path: Path) -> TensorFile:
                 found=f"{header_bytes} in a file of {size} bytes",
                 wanted=f"at most {min(size - LENGTH_BYTES, MAX_HEADER_BYTES)} (truncated or not safetensors)",
             )
+        file.seek(LENGTH_BYTES)
         header = file.read(header_bytes)
-    tensors = _parse_header(path.name, header)
     data_start = LENGTH_BYTES + header_bytes
-    _check_offsets(path.name, tensors, size - data_start)
+    tensors = parse_header(path.name, header, size - data_start)
     return TensorFile(path=path, tensors=tensors, data=_map(path)[data_start:])
+
+
+def _refuse_foreign(file: str, first: bytes) -> None:
+    """What downloads leave in the place of a weight file that was not there."""
+    text = first.lstrip().lower()
+    if text.startswith(b"version https://git-lfs"):
+        kind = "a Git LFS pointer, which only names the weights"
+    elif text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        kind = "a web page or an error message"
+    else:
+        return
+    raise invalid(file, "weights unreadable", found=kind, wanted="a safetensors file")
+
+
+def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, TensorInfo]:
+    """The entries of a safetensors header, checked against the size of the data that follows it.
+
+    Pure: `file` is only a name for refusals. Raises AdapterInvalid.
+    """
+    tensors = _entries(file, header)
+    _check_offsets(file, tensors, data_bytes)
+    return tensors
 
 
 def _map(path: Path) -> Array:
@@ -95,10 +122,11 @@ def _map(path: Path) -> Array:
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
-def _parse_header(file: str, header: bytes) -> dict[str, TensorInfo]:
+def _entries(file: str, header: bytes) -> dict[str, TensorInfo]:
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
+        _check_names(file, entries)
         return {name: msgspec.json.decode(raw, type=TensorInfo) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(file, "header", found=str(error), wanted="the JSON table of a safetensors file") from error
@@ -106,6 +134,19 @@ def _parse_header(file: str, header: bytes) -> dict[str, TensorInfo]:
         raise invalid(
             file, "header", found="nesting too deep to read", wanted="the JSON table of a safetensors file"
         ) from None
+
+
+def _check_names(file: str, names: Collection[str]) -> None:
+    if len(names) > MAX_TENSORS:
+        raise invalid(file, "tensors", found=len(names), wanted=f"at most {MAX_TENSORS}")
+    for name in names:
+        if len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise invalid(
+                file,
+                f"tensor {name!r:.200}",
+                found=f"a name of {len(name)} characters",
+                wanted=f"at most {MAX_NAME_CHARS}, all printable",
+            )
 
 
 def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:

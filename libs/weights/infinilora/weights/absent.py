@@ -1,0 +1,74 @@
+"""What a configuration targets and the files hold nothing for. It adds nothing; a layer of it is refused.
+
+Only what every generation of PEFT would have trained counts, and nothing at all where the weights decide.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+
+from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartGeometry, Site, SiteGeometry
+from infinilora.protocol.ingest import PlanRow
+from infinilora.weights.fused import PARAMETER
+from infinilora.weights.names import spellings
+from infinilora.weights.refuse import invalid, listed
+from infinilora.weights.rules import CONFIG_FILE, LoraRules
+
+_EXPERT = "{expert}"
+
+
+def absent_rows(
+    rules: LoraRules, card: BaseCard, found: Mapping[tuple[int, Site, int], Set[int]]
+) -> tuple[PlanRow, ...]:
+    """A row for each projection that is targeted and not found; experts of a layer in one."""
+    return tuple(
+        row
+        for site in card.sites
+        for number, part in enumerate(site.parts)
+        for row in _rows(rules, site, part, found.get((site.layer, site.site, number), frozenset()))
+    )
+
+
+def _rows(rules: LoraRules, site: SiteGeometry, part: PartGeometry, found: Set[int]) -> Iterator[PlanRow]:
+    blocks = [block for block in range(site.num_experts or 1) if block not in found]
+    missing = [block for block in blocks if _is_targeted(rules, site, part.module, block)]
+    if missing:
+        of_experts = f" for experts {listed(missing)} of {site.num_experts}" if site.num_experts else ""
+        yield PlanRow(
+            site=site.site.label,
+            module=part.module,
+            layer=site.layer,
+            experts=len(missing) if site.num_experts else 0,
+            verdict="absent",
+            reason=f"targeted by {CONFIG_FILE}, without tensors{of_experts}",
+        )
+
+
+def _is_targeted(rules: LoraRules, site: SiteGeometry, module: str, block: int) -> bool:
+    if not site.num_experts:
+        return any(rules.surely_targets(name) for name in spellings(module))
+    container = module.partition(f".{_EXPERT}")[0]
+    if rules.names_parameter(f"{container}.{PARAMETER[site.site]}"):
+        return True
+    return any(rules.surely_targets(name.replace(_EXPERT, str(block))) for name in spellings(module))
+
+
+def refuse_empty_layers(file: str, absent: tuple[PlanRow, ...], card: BaseCard, present: Set[int]) -> None:
+    """Raise AdapterInvalid where a layer is targeted and there is nothing for it: half an adapter was saved."""
+    layers = sorted({row.layer for row in absent if row.layer < card.num_layers} - present)
+    if layers:
+        first = next(row.module for row in absent if row.layer == layers[0])
+        raise invalid(
+            file,
+            f"layers {listed(layers)}",
+            found="no tensors at all",
+            wanted=f"some in each layer that {CONFIG_FILE} targets (by {first} and others)",
+        )
+
+
+def warning_of(absent: tuple[PlanRow, ...]) -> tuple[AdapterWarning, ...]:
+    """One warning for all of them, or none."""
+    if not absent:
+        return ()
+    modules = [row.module + (f" ({row.experts} experts)" if row.experts else "") for row in absent]
+    count = sum(row.experts or 1 for row in absent)
+    text = f"{count} targeted modules have no tensors and add nothing: {listed(modules)}"
+    return (AdapterWarning(code="modules_absent", text=text, count=count),)
