@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinilora.protocol.errors import AdapterInvalid
+from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
+from infinilora.weights.check import plan_adapter
 from infinilora.weights.ingest import ingest
-from infinilora.weights.peft import TENSORS_FILE
+from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors
@@ -33,6 +34,11 @@ def change_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
     tensors = {name: np.array(file.read(name)) for name in file.tensors}
     change(tensors)
     write_tensors(directory / TENSORS_FILE, tensors)
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    config = msgspec.json.decode((directory / CONFIG_FILE).read_bytes())
+    (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(config | changes))
 
 
 def refusal(directory: Path, **options: Any) -> str:
@@ -68,17 +74,32 @@ def rename(old: str, new: str) -> Callable[[Tensors], Any]:
         (lambda t: t.update({A: t[A][:3], B: t[B][:, :3]}), [A, "[3, 32]", "[4, 32]"]),
         (lambda t: t.update({B: t[B][:-8]}), [B, "[24, 4]", "[32, 4]"]),
         (lambda t: t.update({A: t[A].reshape(2, 2, 32)}), [A, "[2, 2, 32]", "[4, 32]"]),
-        (rename(A, A.removeprefix("base_model.model.")), ["base_model.model."]),
+        (rename(A, A.removeprefix("base_model.model.")), [A.removeprefix("base_model.model."), "'base_model.model.'"]),
+        (lambda t: t.update({A: t[A].T}), [A, "[32, 4], transposed?", "[4, 32]"]),
         (rename(A, A.replace("q_proj", "z_proj")), ["lora_B alone", B]),
         (lambda t: t.update({f"{Q0}.lora_magnitude_vector.weight": t[A]}), ["DoRA", "lora_magnitude_vector"]),
         (lambda t: t.update({f"{Q0}.lora_B.bias": t[A]}), ["a bias", "lora_B.bias"]),
         (lambda t: t.update({f"{Q0}.base_layer.weight": t[A]}), ["a copy of base weights"]),
         (lambda t: t.update({"base_model.model.lm_head.modules_to_save.weight": t[A]}), ["lm_head"]),
         (
+            lambda t: t.update({"base_model.model.lm_head.weight": np.ones((131, 32), np.float32)}),
+            ["the whole of lm_head, [131, 32]", "[128, 32]", "a vocabulary of 128", "modules_to_save"],
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.weight": np.ones((131, 32), np.float32)}),
+            ["the whole of embed_tokens, [131, 32]", "[128, 32]"],
+        ),
+        (lambda t: t.update({"medusa_head.0.0.linear.weight": t[A]}), ["a Medusa head"]),
+        (lambda t: t.update({"speculator.head.weight": t[A]}), ["a speculator"]),
+        (
             lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[A]}),
             ["embedding", "embed_tokens"],
         ),
-        (lambda t: t.clear(), ["at least one LoRA pair"]),
+        (lambda t: t.clear(), ["no LoRA tensors", "at least one LoRA pair"]),
+        (
+            lambda t: t.update({name: np.ones((0,), np.float32) for name in t}),
+            ["no LoRA tensors", "8 tensors, all empty", "at least one LoRA pair"],
+        ),
     ],
 )
 def test_a_broken_tensor_is_named(adapter: Path, change: Callable[[Tensors], Any], names: list[str]) -> None:
@@ -105,6 +126,52 @@ def test_a_module_that_the_configuration_does_not_target_is_named(adapter: Path)
     message = refusal(adapter)
     assert "model.layers.0.self_attn.o_proj" in message
     assert "does not target" in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"]},
+        {"exclude_modules": ["down_proj"]},
+        {"target_modules": r".*q_proj"},
+    ],
+)
+def test_every_module_that_no_target_covers_is_listed(adapter: Path, config: dict[str, Any]) -> None:
+    change_config(adapter, **config)
+    message = refusal(adapter)
+    assert "2 modules with tensors" in message
+    for layer in range(2):
+        assert f"model.layers.{layer}.mlp.down_proj" in message
+        assert f"model.layers.{layer}.self_attn.q_proj" not in message
+
+
+def test_a_long_list_of_modules_is_cut_and_counted(tmp_path: Path) -> None:
+    card = make_card("llama", num_layers=30)
+    directory = write_peft_adapter(tmp_path / "a", card, rank=1, targets=["q_proj"], config={"target_modules": []})
+    message = refusal(directory, card=card)
+    assert "(30 in all)" in message
+    assert len(message) < 1000
+
+
+def test_a_layer_without_any_tensor_is_refused(adapter: Path) -> None:
+    change_tensors(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name])
+    message = refusal(adapter)
+    assert "layers 1: found no tensors at all" in message
+    assert "model.layers.1.self_attn.q_proj" in message
+
+
+def test_a_layer_that_is_not_targeted_may_be_empty(adapter: Path) -> None:
+    change_tensors(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name])
+    change_config(adapter, layers_to_transform=[0])
+    assert plan_adapter(read_adapter(adapter), CARD).warnings == ()
+
+
+def test_whole_modules_are_refused_by_the_configurations_word_too(adapter: Path) -> None:
+    change_config(adapter, modules_to_save=["lm_head", "embed_tokens"])
+    message = refusal(adapter)
+    assert "modules_to_save: found ['lm_head', 'embed_tokens']" in message
+    change_tensors(adapter, lambda t: t.update({"base_model.model.lm_head.weight": np.ones((131, 32), np.float32)}))
+    assert "lm_head, [131, 32]" in refusal(adapter)
 
 
 def test_an_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
@@ -141,6 +208,23 @@ def test_a_rank_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 # Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "a web page"),
+        (b"\n<html>Sign in</html>", "a web page"),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an error message"),
+        (b"", "no LoRA tensors (an empty file)"),
+    ],
+)
+def test_what_stands_in_for_a_weight_file_is_named(adapter: Path, content: bytes, kind: str) -> None:
+    (adapter / TENSORS_FILE).write_bytes(content)
+    message = refusal(adapter)
+    assert TENSORS_FILE in message
+    assert kind in message
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
@@ -206,17 +290,39 @@ def test_a_configuration_that_is_no_json_object_is_refused(adapter: Path, conten
     assert CONFIG_FILE in refusal(adapter)
 
 
-def test_a_missing_file_is_named(adapter: Path) -> None:
+def missing(directory: Path) -> str:
+    with pytest.raises(SourceNotFound) as refused:
+        read_adapter(directory)
+    assert "found none" in refused.value.message
+    return refused.value.message
+
+
+def test_a_missing_file_is_named_and_its_neighbours_are_not(adapter: Path) -> None:
+    (adapter / TENSORS_FILE).rename(adapter / "secret-project.safetensors")
+    message = missing(adapter)
+    assert TENSORS_FILE in message
+    assert "secret-project" not in message
+    (adapter / CONFIG_FILE).rename(adapter / "other.json")
+    message = missing(adapter)
+    assert CONFIG_FILE in message
+    assert "other.json" not in message
+
+
+def test_a_directory_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    assert CONFIG_FILE in missing(tmp_path / "absent")
+
+
+def test_an_adapter_below_the_directory_is_not_found(adapter: Path) -> None:
+    adapter.rename(adapter.with_name("run1"))
+    assert "run1" not in missing(adapter.parent)
+
+
+def test_a_directory_of_medusa_heads_is_refused_by_name(adapter: Path) -> None:
     (adapter / CONFIG_FILE).unlink()
-    assert CONFIG_FILE in refusal(adapter)
-    (adapter / TENSORS_FILE).rename(adapter / "weights.safetensors")
-    (adapter / CONFIG_FILE).write_bytes(msgspec.json.encode({"peft_type": "LORA"}))
-    assert TENSORS_FILE in refusal(adapter)
-
-
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterInvalid, match="no such directory"):
-        ingest(tmp_path / "absent", CARD, tmp_path / "out")
+    (adapter / "config.json").write_bytes(msgspec.json.encode({"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    message = refusal(adapter)
+    assert "config.json: medusa_num_heads" in message
+    assert "Medusa" in message
 
 
 def test_narrowing_to_a_wider_or_unknown_type_is_refused(adapter: Path) -> None:
