@@ -123,10 +123,10 @@ class _Places:
         return self._found
 
     def _place(self, module: str, halves: Halves) -> None:
-        if container := container_of(module, self._index):
-            self._place_flattened(container, halves)
-        elif place := self._index.find(module):
+        if place := self._index.find(module):
             self._place_single(module, halves, place)
+        elif container := container_of(module, self._index):
+            self._place_flattened(container, halves)
         elif join := join_of(module, self._index):
             self._place_joined(module, halves, join)
         elif stack := stack_of(module, self._index):

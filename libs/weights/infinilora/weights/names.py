@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infinilora.protocol.adapter import BaseCard, SiteGeometry
+from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 
 PREFIX = "base_model.model."
 """What PEFT puts before a module's name in a file."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ANY_EXPERT = ".{expert}."
 
 # Other names (left) of what cards call by today's (right).
 ALIASES = (
@@ -72,6 +73,11 @@ class ModuleIndex:
         self._places = {
             canonical(part.module): (site, index) for site in card.sites for index, part in enumerate(site.parts)
         }
+        self._containers: dict[str, dict[Site, SiteGeometry]] = {}
+        for name, (site, _) in self._places.items():
+            container, found, _ = name.partition(_ANY_EXPERT)
+            if found:
+                self._containers.setdefault(container, {})[site.site] = site
 
     def find(self, module: str) -> Place | None:
         """The place a module name means; None if this base has no such projection, or no such expert."""
@@ -90,14 +96,12 @@ class ModuleIndex:
 
     def experts_of(self, module: str) -> tuple[SiteGeometry, ...]:
         """The MoE sites whose experts live in the container `module` (`...mlp.experts`), in site order."""
-        prefix = canonical(f"{module}.").removesuffix(".") + ".{expert}."
-        names = (name for name in self._places if name.startswith(prefix))
-        sites = {self._places[name][0].site: self._places[name][0] for name in names}
+        sites = self._containers.get(canonical(f"{module}.").removesuffix("."), {})
         return tuple(sites[site] for site in sorted(sites))
 
     def expert_parts(self, container: str, names: tuple[str, ...]) -> ExpertParts | None:
         """The projections `names` of all experts in a container; None unless they are parts of one site."""
-        prefix = canonical(f"{container}.").removesuffix(".") + ".{expert}."
+        prefix = canonical(f"{container}.").removesuffix(".") + _ANY_EXPERT
         places = [self._places.get(canonical(prefix + name)) for name in names]
         found = [place for place in places if place and place[0].num_experts]
         if len(found) < len(names) or any(place[0] is not found[0][0] for place in found):
