@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from infinilora.cli import demo
 from infinilora.cli.__main__ import app
-from infinilora.cli.api import Api
+from infinilora.cli.api import Api, Wish
 from infinilora.cli.terminal import REFUSED, UNREACHABLE
 from infinilora.protocol.errors import AdapterInvalid, AdapterNotFound, InvalidRequest, Unavailable
 
@@ -48,6 +48,9 @@ class Gateway(BaseHTTPRequestHandler):
             self._stream(json.loads(body))
             return
         self.uploads.append(body)
+        if self.headers["content-type"] == "application/json":
+            self._say(201, {**RECORD, "digest": f"sha256:{len(self.uploads):064}", **json.loads(body)})
+            return
         name = body.split(b'name="name"\r\n\r\n')[1].split(b"\r\n")[0].decode()
         if b"broken" in body:
             self._refuse(422, "adapter_invalid", "tensor 'x': found [2, 3], wanted [2, 4]")
@@ -104,7 +107,8 @@ def peft_directory(path: Path, content: bytes = b"tensors") -> Path:
     path.mkdir()
     (path / "adapter_config.json").write_text("{}")
     (path / "adapter_model.safetensors").write_bytes(content)
-    (path / "README.md").write_text("not sent")
+    for side in ("README.md", "tokenizer.json", "optimizer.pt", "training_args.bin", "model.safetensors"):
+        (path / side).write_text("not sent")
     return path
 
 
@@ -123,7 +127,15 @@ def test_push_sends_the_adapters_files_and_prints_the_digest(
     (body,) = seen.uploads
     assert b'filename="adapter_config.json"' in body
     assert b'filename="adapter_model.safetensors"' in body
-    assert b"README" not in body
+    assert body.count(b"filename=") == 2
+    assert b"not sent" not in body
+
+
+def test_push_of_an_address_leaves_the_reading_to_the_gateway(gateway: tuple[str, type[Gateway]]) -> None:
+    url, seen = gateway
+    options = ("--name", "a", "--base", "tiny", "--replace", "--url", url)
+    assert run("adapter", "push", "s3://bucket/a", *options)[:2] == (0, f"a sha256:{1:064}\n")
+    assert json.loads(seen.uploads[0]) == {"source": "s3://bucket/a", "name": "a", "base": "tiny", "replace": True}
 
 
 def test_a_refused_adapter_is_told_in_the_servers_words(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
@@ -139,6 +151,15 @@ def test_a_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
     code, _, err = run("adapter", "push", str(tmp_path), "--name", "a", "--url", gateway[0])
     assert code == REFUSED
     assert "has no adapter_config.json" in err
+    assert gateway[1].uploads == []
+
+
+def test_a_pickle_is_refused_before_anything_is_sent(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "a")
+    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
+    code, _, err = run("adapter", "push", str(directory), "--name", "a", "--url", gateway[0])
+    assert code == REFUSED
+    assert "found adapter_model.bin, which is not safetensors" in err
     assert gateway[1].uploads == []
 
 
@@ -201,9 +222,9 @@ def test_errors_of_the_api_are_leaves_of_the_one_tree(gateway: tuple[str, type[G
         with pytest.raises(AdapterNotFound):
             api.get("/v1/adapters/none")
         with pytest.raises(AdapterInvalid):
-            api.push("a", peft_directory(tmp_path / "a", b"broken"), replace=False, on_bytes=lambda _: None)
+            api.push(peft_directory(tmp_path / "a", b"broken"), Wish("a"), on_bytes=lambda _: None)
         with pytest.raises(InvalidRequest, match="is not a directory"):
-            api.push("a", tmp_path / "none", replace=False, on_bytes=lambda _: None)
+            api.push(tmp_path / "none", Wish("a"), on_bytes=lambda _: None)
     with Api("http://127.0.0.1:9") as api, pytest.raises(Unavailable):
         api.models()
 
@@ -212,7 +233,7 @@ def test_every_byte_of_an_upload_is_counted_once(gateway: tuple[str, type[Gatewa
     directory = peft_directory(tmp_path / "a", bytes(300_000))
     sent: list[int] = []
     with Api(gateway[0]) as api:
-        api.push("a", directory, replace=False, on_bytes=sent.append)
+        api.push(directory, Wish("a"), on_bytes=sent.append)
     assert sum(sent) == 300_000 + len("{}")
 
 

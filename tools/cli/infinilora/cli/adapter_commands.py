@@ -1,22 +1,36 @@
-"""`infinilora adapter`: push, list, show and remove adapters."""
+"""`infinilora adapter`: check, push, list, show and remove adapters."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from infinilora.cli import check as checks
 from infinilora.cli import demo
-from infinilora.cli.api import Api, Json, adapter_files
+from infinilora.cli.api import Api, Json, Wish, adapter_files
 from infinilora.cli.find import gateway
 from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
-from infinilora.cli.terminal import bars, errors, in_bytes, out, show_table
+from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
+from infinilora.protocol.errors import from_wire
+from infinilora.protocol.ingest import PlanRow
 
 app = typer.Typer(no_args_is_help=True, help="Adapters.")
 
-Directory = Annotated[Path, typer.Argument(help="What PEFT saved: adapter_config.json and its safetensors.")]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What PEFT saved: adapter_config.json and its safetensors.")
+]
+Source = Annotated[
+    str, typer.Argument(metavar="DIR|URI", help="What PEFT saved here, or s3://bucket/prefix for the gateway to read.")
+]
+Model = Annotated[Path, typer.Option("--model", help="The base model: a Hugging Face directory.")]
+Base = Annotated[str, typer.Option("--base", help="The served base model it is for, where there are several.")]
+Narrow = Annotated[str, typer.Option("--narrow", help="Pack as BF16 or F16: half the size, no longer exact.")]
 Name = Annotated[str, typer.Option("--name", help="What clients will call it.")]
 Named = Annotated[str, typer.Argument(metavar="NAME")]
 DemoModel = Annotated[str, typer.Argument(metavar="MODEL", help=", ".join(DEMO_MODELS))]
@@ -25,26 +39,54 @@ Replace = Annotated[bool, typer.Option("--replace", help="A new version behind a
 
 @app.command()
 def push(
-    directory: Directory,
+    source: Source,
     name: Name,
     *,
     replace: Replace = False,
+    base: Base = "",
     url: Url = "",
     api_key: ApiKey = "",
     var_dir: VarDir = Path(".var"),
 ) -> None:
-    """Upload an adapter. It is checked against the base model, tensor by tensor, before the name works."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api, bars() as progress:
-        total = sum(path.stat().st_size for path in adapter_files(directory))
-        task = progress.add_task(f"uploading {name}", total=total)
+    """Register an adapter. It is checked against the base model, tensor by tensor, before the name works."""
+    wish = Wish(name, replace, base)
+    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
+        record = api.register(source, wish) if "://" in source else _upload(api, Path(source), wish)
+    out.print(f"{record['name']} {record['digest']}")
+
+
+def _upload(api: Api, directory: Path, wish: Wish) -> Json:
+    """Send a directory's two files under a progress bar."""
+    total = sum(path.stat().st_size for path in adapter_files(directory))
+    with bars() as progress:
+        task = progress.add_task(f"uploading {wish.name}", total=total)
 
         def on_bytes(count: int) -> None:
             progress.advance(task, count)
             if progress.tasks[task].finished:
-                progress.update(task, description=f"checking {name}")
+                progress.update(task, description=f"checking {wish.name}")
 
-        record = api.push(name, directory, replace=replace, on_bytes=on_bytes)
-    out.print(f"{record['name']} {record['digest']}")
+        return api.push(directory, wish, on_bytes=on_bytes)
+
+
+@app.command()
+def check(directory: Directory, model: Model, *, narrow: Narrow = "", as_json: AsJson = False) -> None:
+    """Say whether an adapter can be served on a base model, and how. Needs no server; exit status 0: it can."""
+    with errors():
+        verdict = checks.check(directory, model, narrow=narrow)
+    if as_json:
+        out.print_json(msgspec.json.encode(verdict).decode())
+    else:
+        show_table(plan_table(verdict.plan))
+        for warning in verdict.warnings:
+            err.print(f"[yellow]warning[/yellow]: {escape(warning.text)}")
+        if verdict.servable:
+            how = f"narrowed to {narrow}" if narrow else "exactly"
+            out.print(f"can be served on {verdict.base} {how}: {verdict.digest}, {in_bytes(verdict.num_bytes)}")
+    if verdict.error:
+        show_error(from_wire(verdict.error))
+    if not verdict.servable:
+        raise typer.Exit(REFUSED)
 
 
 @app.command(name="ls")
@@ -97,6 +139,17 @@ def table_of(records: list[Json]) -> Table:
             str(record["max_rank"]),
             in_bytes(record["bytes"]),
         )
+    return table
+
+
+def plan_table(rows: Sequence[PlanRow]) -> Table:
+    """What becomes of each module."""
+    table = Table("module", "site", "rank", "scale", "size", "", box=None, pad_edge=False)
+    for row in rows:
+        experts = f" x{row.experts}" if row.experts else ""
+        told = row.verdict + (f": {row.reason}" if row.reason else "")
+        size = in_bytes(row.num_bytes)
+        table.add_row(escape(row.module), row.site, f"{row.rank}{experts}", f"{row.scale:g}", size, escape(told))
     return table
 
 

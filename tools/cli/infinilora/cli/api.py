@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
 import httpx
@@ -15,13 +15,28 @@ from typing_extensions import override
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, Unavailable, WireError, from_wire
 
 CONNECT_S = 5.0
-INGEST_S = 600.0
-"""A large adapter is read, checked and packed before the upload is answered."""
-UPLOADED = ("adapter_config.json", "adapter_model.safetensors")
+INGEST_S = 1800.0
+"""A large adapter waits its turn, is read, checked and packed before the upload is answered."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapters.safetensors")
+"""As PEFT writes them, and as MLX does. Nothing else of a directory is needed, or sent."""
 
+_INGEST = httpx.Timeout(INGEST_S, connect=CONNECT_S)
 Json = dict[str, Any]
 OnBytes = Callable[[int], None]
 """Called with how many more bytes have been sent."""
+
+
+class Wish(NamedTuple):
+    """What a new adapter shall be called, and how it is packed; what is empty is left to the gateway."""
+
+    name: str
+    replace: bool = False
+    base: str = ""
+
+    def fields(self) -> Json:
+        """As the adapter API names them."""
+        return {key: value for key, value in self._asdict().items() if value}
 
 
 class Api:
@@ -68,16 +83,20 @@ class Api:
         with self._errors():
             return _body(self._http.delete(_adapter_path(name)))
 
-    def push(self, name: str, directory: Path, *, replace: bool, on_bytes: OnBytes) -> Json:
-        """Upload a PEFT directory as `name`; returns the adapter's record once it can be served."""
+    def push(self, directory: Path, wish: Wish, *, on_bytes: OnBytes) -> Json:
+        """Upload an adapter's directory; returns its record once it can be served."""
         with ExitStack() as open_files, self._errors():
             files = [
                 ("files", (path.name, open_files.enter_context(_Counted(path, on_bytes)), "application/octet-stream"))
                 for path in adapter_files(directory)
             ]
-            form = {"name": name, "replace": "true" if replace else "false"}
-            timeout = httpx.Timeout(INGEST_S, connect=CONNECT_S)
-            return _body(self._http.post("/v1/adapters", data=form, files=files, timeout=timeout))
+            form = {key: "true" if value is True else str(value) for key, value in wish.fields().items()}
+            return _body(self._http.post("/v1/adapters", data=form, files=files, timeout=_INGEST))
+
+    def register(self, source: str, wish: Wish) -> Json:
+        """Have the gateway read an adapter from a store URI; returns its record once it can be served."""
+        with self._errors():
+            return _body(self._http.post("/v1/adapters", json={"source": source, **wish.fields()}, timeout=_INGEST))
 
     def chat(self, model: str, messages: list[Json], **sampling: Any) -> Iterator[str]:
         """Stream an answer's text, piece by piece."""
@@ -109,14 +128,25 @@ def _adapter_path(name: str) -> str:
 
 
 def adapter_files(directory: Path) -> list[Path]:
-    """What is uploaded of a PEFT directory. Raises InvalidRequest when it is none."""
+    """What is uploaded of a trainer's directory: two files. Raises InvalidRequest when it does not have them."""
     if not directory.is_dir():
-        raise InvalidRequest(f"{directory} is not a directory; wanted one with {' and '.join(UPLOADED)}")
-    # All weight files are sent, also those that the server refuses by name (pickles): its words are the better ones.
-    found = sorted(p for p in directory.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".pt"))
-    if "adapter_config.json" not in {path.name for path in found}:
-        raise InvalidRequest(f"{directory} has no adapter_config.json: is it the directory that PEFT saved?")
-    return found
+        raise InvalidRequest(f"{directory} is not a directory; wanted one with {CONFIG_FILE} and {WEIGHT_FILES[0]}")
+    config = directory / CONFIG_FILE
+    if not config.is_file():
+        raise InvalidRequest(f"{directory} has no {CONFIG_FILE}: is it the directory that PEFT saved?")
+    for name in WEIGHT_FILES:
+        if (directory / name).is_file():
+            return [config, directory / name]
+    raise InvalidRequest(f"{directory}: found {_weights_found(directory)}; wanted {WEIGHT_FILES[0]}")
+
+
+def _weights_found(directory: Path) -> str:
+    """What lies there in place of the weights: most often a pickle, or a training checkpoint's parent."""
+    pickles = sorted(p.name for p in directory.glob("adapter_model.*"))
+    below = sorted(p.parent.name for p in directory.glob(f"*/{WEIGHT_FILES[0]}"))
+    if pickles:
+        return f"{pickles[0]}, which is not safetensors (save it again with safe_serialization=True)"
+    return f"an adapter in {', '.join(below[:3])} below it" if below else "no weights"
 
 
 class _Counted(io.FileIO):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from infinilora.cli.api import Api, adapter_files
+from infinilora.cli.api import Api, Wish, adapter_files
 from infinilora.protocol.errors import AdapterNotFound, Unavailable
 
 
@@ -56,7 +56,7 @@ def register(api: Api, model: str, memory: Path | None) -> None:
         content, current, ours = _content(directory), _current_digest(api, adapter.name), done.get(adapter.name)
         if current is not None and (ours is None or ours.digest != current or ours.content == content):
             continue  # the name is a person's now, or holds what we have
-        record = api.push(adapter.name, directory, replace=current is not None, on_bytes=lambda _: None)
+        record = api.push(directory, Wish(adapter.name, replace=current is not None), on_bytes=lambda _: None)
         done[adapter.name] = _Done(content, record["digest"])
         if memory:
             memory.write_bytes(msgspec.json.encode(done))

@@ -1,0 +1,77 @@
+"""`adapter check` as a person runs it: a real checkpoint, real adapters, no server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from infinilora.cli.__main__ import app
+from infinilora.cli.terminal import REFUSED, UNREACHABLE
+from support.cases import Files, Oracle, config, keyed, make_base, modules
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base("L", tmp_path_factory.mktemp("base") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+def check(adapter: Path, model: Path, *options: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["adapter", "check", str(adapter), "--model", str(model), *options])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_good_adapter_is_told_module_by_module(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    q0, q1 = modules("q_proj")
+    loras = oracle.loras([q0], rank=8) | oracle.loras([q1], rank=4)
+    settings = config(r=4, lora_alpha=6, target_modules=["q_proj"], rank_pattern={"layers.0.self_attn.q_proj": 8})
+    adapter = Files(settings, keyed(loras)).write(tmp_path / "a")
+    code, out, err = check(adapter, model)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert [q0, "qkv", "8", "0.75", "2.0", "kB", "packed"] in rows
+    assert [q1, "qkv", "4", "1.5", "1.0", "kB", "packed"] in rows
+    assert "can be served on tiny-llama exactly: sha256:" in out
+
+    code, out, _ = check(adapter, model, "--json")
+    told = json.loads(out)
+    assert (code, told["servable"], told["error"]) == (0, True, None)
+    assert told["self_test_error"] < 1e-6
+    assert [(row["module"], row["num_bytes"]) for row in told["plan"]] == [(q0, 2048), (q1, 1024)]
+
+
+def test_what_is_refused_is_told_in_the_words_of_registration(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    tensors = keyed(oracle.loras(modules("q_proj", "v_proj")))
+    adapter = Files(config(use_dora=True), tensors).write(tmp_path / "a")
+    code, out, err = check(adapter, model)
+    assert code == REFUSED
+    assert "can be served" not in out
+    assert "adapter_invalid: adapter_config.json" in err
+    assert "use_dora" in err
+    code, out, _ = check(adapter, model, "--json")
+    told = json.loads(out)
+    assert (code, told["servable"], told["error"]["code"]) == (REFUSED, False, "adapter_invalid")
+
+
+def test_where_the_model_cannot_be_read_nobody_knows(oracle: Oracle, tmp_path: Path) -> None:
+    adapter = Files(config(), keyed(oracle.loras(modules("q_proj", "v_proj")))).write(tmp_path / "a")
+    code, out, err = check(adapter, tmp_path / "none")
+    assert (code, out) == (UNREACHABLE, "")
+    assert "cannot be described" in err
+    assert "config.json" in err
+
+
+def test_an_adapter_of_another_base_names_both_shapes(oracle: Oracle, tmp_path: Path) -> None:
+    other = make_base("M", tmp_path / "mixtral")
+    adapter = Files(config(target_modules=["gate_proj"]), keyed(oracle.loras(modules("gate_proj")))).write(
+        tmp_path / "a"
+    )
+    code, _, err = check(adapter, other)
+    assert code == REFUSED
+    assert "model.layers.0.mlp.gate_proj" in err
+    assert "mixtral" in err
