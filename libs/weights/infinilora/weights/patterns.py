@@ -14,7 +14,7 @@ from types import FrameType
 
 from infinilora.weights.refuse import invalid
 
-MAX_SECONDS = 0.5
+MAX_SECONDS = 0.25
 _SECONDS_EACH = 1e-4
 """What a question adds to the time that is left: a large adapter asks many, each of them short."""
 

@@ -66,9 +66,12 @@ class LoraRules:
 
     def scale(self, module: str) -> float:
         """What multiplies B·A: alpha / rank, or alpha / sqrt(rank) for rsLoRA. The one place it is computed."""
-        alpha = self._by_pattern(self.config.alpha_pattern, module, self.config.lora_alpha)
-        rank = self.rank(module)
-        return alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank
+        return self._terms(module).scale
+
+    def _terms(self, key: str) -> Terms:
+        alpha = self._by_pattern(self.config.alpha_pattern, key, self.config.lora_alpha)
+        rank = self.rank(key)
+        return Terms(rank, alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank)
 
     def terms(self, module: str, parts: Sequence[str] = (), *, container: str = "") -> Terms | None:
         """Rank and scale of a module; None where nothing targets it: PEFT would silently drop its tensors.
@@ -80,9 +83,9 @@ class LoraRules:
         if key is None and container and (self.names_parameter(module) or self.target_key(container)):
             key = module
         if key:
-            return Terms(self.rank(key), self.scale(key))
+            return self._terms(key)
         keys = [self.target_key(part) for part in parts]
-        terms = {Terms(self.rank(key), self.scale(key)) for key in keys if key}
+        terms = {self._terms(key) for key in keys if key}
         return terms.pop() if all(keys) and len(terms) == 1 else None
 
     def target_key(self, module: str) -> str | None:
