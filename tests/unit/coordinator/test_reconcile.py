@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from infinilora.protocol.adapter import AdapterRecord, VersionRecord
 from infinilora.protocol.control import Beat, Command, CommandReply, Evict, GroupLoad, Placement, Stage
 from infinilora.protocol.errors import StaleEpoch
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
@@ -24,7 +27,9 @@ from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
-POLICY = Policy(reconcile_s=60, heat_half_life_s=60, hot_rps=2.0, fill=1.0, max_hints=4, hint_pause_s=60)
+POLICY = Policy(
+    reconcile_s=60, heat_half_life_s=60, hot_rps=2.0, fill=1.0, max_hints=4, hint_pause_s=60, delete_grace_s=5
+)
 
 
 def stamp(name: str) -> Stamp:
@@ -34,7 +39,7 @@ def stamp(name: str) -> Stamp:
 class World:
     """A store, a bus, LoRA servers that beat, and one coordinator's reconciler."""
 
-    def __init__(self, store: MemoryStore, bus: MemoryBus, members: Members) -> None:
+    def __init__(self, store: MemoryStore, bus: MemoryBus, members: Members, blobs: DirectoryBlobs) -> None:
         self.store = store
         self.bus = bus
         self.members = members
@@ -46,6 +51,7 @@ class World:
             leadership=self.leadership,
             metrics=CoordinatorMetrics(new_registry()),
             policy=POLICY,
+            blobs=blobs,
         )
         self.commands: list[tuple[str, Command]] = []
         self._seq = 0
@@ -115,9 +121,10 @@ class InterruptedBus(MemoryBus):
 @asynccontextmanager
 async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
     store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
-    async with Members(bus, interval_s=0.04, clock=clock) as members:
-        clock.now += 1  # the frozen start is over
-        yield World(store, bus, members)
+    with TemporaryDirectory() as root:
+        async with Members(bus, interval_s=0.04, clock=clock) as members:
+            clock.now += 1  # the frozen start is over
+            yield World(store, bus, members, DirectoryBlobs(Path(root)))
 
 
 async def test_the_leader_writes_and_tells_what_should_be_where() -> None:

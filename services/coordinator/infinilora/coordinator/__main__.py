@@ -13,6 +13,7 @@ from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.coordinator.settings import Settings
 from infinilora.protocol.control import Beat, ProcessKind
 from infinilora.runtime import log, metrics
+from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import EVERYBODY, Heart, Members
 from infinilora.runtime.membership import Health
@@ -43,6 +44,7 @@ async def serve(service: Service, settings: Settings) -> None:
             leadership=leadership,
             metrics=CoordinatorMetrics(registry),
             policy=_policy(settings),
+            blobs=open_blobs(settings.store_url, credentials=settings.store_credentials),
         )
         _watch(registry, bus, members, leadership, reconciler)
         app = create_app(
@@ -88,6 +90,7 @@ def _policy(settings: Settings) -> Policy:
         fill=settings.fill,
         max_hints=settings.max_hints,
         hint_pause_s=settings.hint_pause_s,
+        delete_grace_s=settings.delete_grace_s,
     )
 
 

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from uuid import uuid4
 
+from infinilora.coordinator.collect import Collector
 from infinilora.coordinator.heat import hot_spots
 from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.orders import Orders
 from infinilora.coordinator.placement import Group, Plan, copied, place
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.control import AdapterEvent, Command, CommandReply, Evict, GroupLoad, Placement, Stage
-from infinilora.protocol.errors import InfiniLoraError, Internal, StaleEpoch, Unavailable
+from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad, Placement, Stage
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
@@ -29,7 +31,6 @@ from infinilora.runtime.store import Store, Value
 
 logger = logging.getLogger(__name__)
 
-COMMAND_S = 2.0
 HOTTEST = 10_000
 QUIET_S = 0.2
 """Changes that come together are one round."""
@@ -45,6 +46,7 @@ class Policy:
     fill: float
     max_hints: int
     hint_pause_s: float
+    delete_grace_s: float
 
 
 class Reconciler:
@@ -59,6 +61,7 @@ class Reconciler:
         leadership: Leadership,
         metrics: CoordinatorMetrics,
         policy: Policy,
+        blobs: BlobStore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -70,7 +73,18 @@ class Reconciler:
         self._clock = clock
         self._kicked = asyncio.Event()
         self._hinted: dict[Hint, float] = {}
+        self._orders = Orders(bus, leadership, metrics)
         self.registry = Registry(store)
+        self._collector = Collector(
+            store=store,
+            blobs=blobs,
+            members=members,
+            leadership=leadership,
+            registry=self.registry,
+            orders=self._orders,
+            grace_s=policy.delete_grace_s,
+            clock=clock,
+        )
         self.heat: dict[Digest, float] = {}
         self.placements: dict[Fingerprint, Value[Placement]] = {}
         self.store_answers = False
@@ -107,6 +121,7 @@ class Reconciler:
             if epoch is not None and not self._members.is_frozen:
                 for base in sorted(self._bases()):
                     await self._reconcile(base, epoch)
+                await self._collector.round(epoch)
         except Unavailable as error:
             if self.store_answers:
                 logger.warning("round given up", extra={"error": error.message})
@@ -176,22 +191,5 @@ class Reconciler:
         self._hinted |= dict.fromkeys(fresh, now)
         async with asyncio.TaskGroup() as group:
             for hint in fresh:
-                group.create_task(self._command(hint, servers[hint.group], epoch))
-
-    async def _command(self, hint: Hint, server: Member, epoch: int) -> None:
-        body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
-        command = Command(command_id=uuid4().hex, epoch=epoch, body=body)
-        outcome = "taken"
-        try:
-            subject = subjects.commands("lora-server", server.beat.id)
-            reply = await self._bus.request(subject, command, CommandReply, timeout_s=COMMAND_S)
-            outcome = reply.error.code if reply.error else "taken"
-        except InfiniLoraError as error:
-            outcome = error.code
-            if isinstance(error, StaleEpoch):
-                await self._leadership.resign()
-        self.metrics.commands.labels(body=hint.action, outcome=outcome).inc()
-        logger.info(
-            "hint",
-            extra={"action": hint.action, "group": hint.group, "adapter_id": hint.digest, "outcome": outcome},
-        )
+                body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
+                group.create_task(self._orders.give(servers[hint.group], body, epoch))

@@ -67,6 +67,10 @@ class Registry:
             self._digests = frozenset(digest for kept in self._kept.values() for digest in kept.digests)
         return self._digests
 
+    def holds(self, name: str, digest: Digest) -> bool:
+        """Whether a version of `tenant/name` has this digest."""
+        return name in self._kept and digest in self._kept[name].digests
+
     def names(self) -> dict[Digest, str]:
         return {kept.current: name for name, kept in self._kept.items()}
 

@@ -28,3 +28,5 @@ class Settings(Common):
     """Stage and evict commands of one round at most."""
     hint_pause_s: float = Field(default=10.0, gt=0)
     """Before the same hint is given again."""
+    delete_grace_s: float = Field(default=15.0, ge=0)
+    """How long an adapter that no name leads to is kept in the store for requests that were admitted before."""

@@ -96,6 +96,7 @@ class Adapters:
             directory = await asyncio.to_thread(wish.place, work / "files")
             packed, path = await pack_adapter(directory, card, work, self._ingest.limits)
             await self._keep(packed, path)
+            await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing
             outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed))
             # What was in the store already may have been collected just before the name pointed to it; not after.
             await self._keep(packed, path)

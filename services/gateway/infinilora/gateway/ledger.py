@@ -68,6 +68,10 @@ class Ledger:
         """Raises Unavailable while nothing could be written down."""
         await self._store.counter(keys.REGISTRY_REVISION)
 
+    async def watch(self, digest: Digest) -> None:
+        """Have a packed file that no name may ever lead to looked at later, and deleted then."""
+        await self._store.swap([], also=[Stamp(keys.CONDEMNED, digest, keys.REGISTRY_REVISION)])
+
     async def point(self, tenant: str, name: str, content: Content) -> Outcome:
         """Let the name hold the content, unless it does or may not."""
         for _ in range(MAX_RACES):

@@ -1,0 +1,147 @@
+"""The leader's other round: digests without a name are dropped from every process and from the store.
+
+Registration and collection meet in a digest's `DigestRecord`. A registration changes it in the script that points
+its name, so a collection that has read it before must fail at its next step; one that reads it afterwards finds the
+name too, because the registry is read later still. The object is deleted only while the record says `dying`, and no
+name can be pointed to it then.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from infinilora.coordinator.garbage import fate
+from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.orders import TAKEN, Orders
+from infinilora.coordinator.registry import Registry
+from infinilora.protocol import keys
+from infinilora.protocol.adapter import DigestRecord
+from infinilora.protocol.control import EngineLoad, Forget, GroupLoad
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.protocol.ids import Digest
+from infinilora.runtime.blobs import BlobStore
+from infinilora.runtime.members import Members
+from infinilora.runtime.membership import Member
+from infinilora.runtime.store import Change, Store, Unstamp, Value
+
+logger = logging.getLogger(__name__)
+
+MAX_LOOKED_AT = 64
+"""Digests of one round, the oldest first."""
+
+
+class _Case(NamedTuple):
+    digest: Digest
+    record: Value[DigestRecord] | None
+
+    def change(self, value: DigestRecord | None) -> Change:
+        return Change(keys.digest(self.digest), self.record.raw if self.record else None, value)
+
+
+class Collector:
+    """Remembers since when it has known a digest without a name, and who has dropped one that is dying."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        blobs: BlobStore,
+        members: Members,
+        leadership: Leadership,
+        registry: Registry,
+        orders: Orders,
+        grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._members = members
+        self._leadership = leadership
+        self._registry = registry
+        self._orders = orders
+        self._grace_s = grace_s
+        self._clock = clock
+        self._since: dict[Digest, float] = {}
+        self._told: dict[Digest, set[str]] = {}
+
+    async def round(self, epoch: int) -> None:
+        """Take every condemned digest one step on. Raises Unavailable when Redis is away."""
+        entries = await self._store.journal(keys.CONDEMNED, 0, MAX_LOOKED_AT)
+        digests = [Digest(entry) for entry, _ in entries]
+        now = self._clock()
+        self._since = {digest: self._since.get(digest, now) for digest in digests}
+        self._told = {digest: told for digest, told in self._told.items() if digest in self._since}
+        records = await self._store.get_many([keys.digest(digest) for digest in digests], DigestRecord)
+        if digests:
+            await self._registry.refresh()  # after the records were read: a name that came in between shows
+        async with asyncio.TaskGroup() as group:
+            for digest, record in zip(digests, records, strict=True):
+                group.create_task(self._step(_Case(digest, record), epoch))
+
+    async def _step(self, case: _Case, epoch: int) -> None:
+        state = case.record.value.state if case.record else "live"
+        match fate(
+            state,
+            is_named=case.digest in self._registry.digests(),
+            is_leased=self._is_leased(case.digest),
+            unseen_s=self._clock() - self._since[case.digest],
+            grace_s=self._grace_s,
+        ):
+            case "keep":
+                await self._keep(case)
+            case "drop":
+                await self._store.swap([case.change(DigestRecord(state="dying"))])
+            case "forget":
+                await self._forget(case, epoch)
+            case "wait":
+                return
+
+    async def _keep(self, case: _Case) -> None:
+        """Some name leads to it: look at it no more, and let go of references that lead nowhere."""
+        refs = case.record.value.refs if case.record else ()
+        held = tuple(ref for ref in refs if self._registry.holds(ref.partition("@")[0], case.digest))
+        await self._store.swap([case.change(DigestRecord(refs=held))], also=[Unstamp(keys.CONDEMNED, case.digest)])
+
+    async def _forget(self, case: _Case, epoch: int) -> None:
+        """Have every process drop it; once all have, delete the object and then the record."""
+        there = [m for m in self._members.all() if m.health != "dead" and m.beat.kind in ("lora-server", "engine")]
+        told = self._told.setdefault(case.digest, set())
+        untold = [member for member in there if _life(member) not in told]
+        took = await asyncio.gather(*(self._has_dropped(member, case.digest, epoch) for member in untold))
+        told |= {_life(member) for member, taken in zip(untold, took, strict=True) if taken}
+        is_held = any(case.digest in _held(member) for member in there)
+        if is_held or not all(took) or self._leadership.holding != epoch:
+            return
+        try:
+            await asyncio.to_thread(self._blobs.delete, keys.packed(case.digest))
+        except Unavailable as error:
+            logger.info("adapter not deleted yet", extra={"adapter_id": case.digest, "reason": error.message})
+            return
+        if await self._store.swap([case.change(None)], also=[Unstamp(keys.CONDEMNED, case.digest)]):
+            logger.info("adapter deleted", extra={"adapter_id": case.digest})
+
+    async def _has_dropped(self, member: Member, digest: Digest, epoch: int) -> bool:
+        outcome = await self._orders.give(member, Forget(digest=digest), epoch)
+        # An engine whose LoRA servers are other processes keeps no adapter, and takes no such command.
+        return outcome == TAKEN or (member.beat.kind == "engine" and outcome == InvalidRequest.code)
+
+    def _is_leased(self, digest: Digest) -> bool:
+        return any(
+            isinstance(member.beat.load, EngineLoad) and digest in member.beat.load.digests
+            for member in self._members.all()
+            if member.health != "dead"
+        )
+
+
+def _life(member: Member) -> str:
+    return f"{member.beat.kind}/{member.beat.id}/{member.beat.incarnation}"
+
+
+def _held(member: Member) -> tuple[Digest, ...]:
+    match member.beat.load:
+        case GroupLoad(resident=held) | EngineLoad(digests=held):
+            return held
+        case None:
+            return ()

@@ -1,0 +1,319 @@
+"""Deleted adapters leave the store and every process, and never one that has a name again."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from infinilora.coordinator.collect import Collector
+from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.orders import Orders
+from infinilora.coordinator.registry import Registry
+from infinilora.gateway.ledger import Ledger
+from infinilora.gateway.registry import Registry as Mirror
+from infinilora.gateway.versions import Content
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.adapter import DigestRecord
+from infinilora.protocol.control import Beat, Command, CommandReply, EngineLoad, Forget, GroupLoad, ProcessKind
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+from infinilora.runtime.blobs import DirectoryBlobs
+from infinilora.runtime.members import Members
+from infinilora.runtime.memory import MemoryBus, MemoryStore
+from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
+from support.waiting import eventually
+
+BASE = Fingerprint(digest_of(b"base"))
+A, B = digest_of(b"a"), digest_of(b"b")
+GRACE_S = 5.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class InterruptedBlobs(DirectoryBlobs):
+    """Says when an object is about to be deleted, and can refuse to."""
+
+    is_away = False
+
+    @override
+    def delete(self, name: str) -> None:
+        if self.is_away:
+            raise Unavailable("the object store is away")
+        super().delete(name)
+
+
+class World:
+    """A ledger that registers and deletes, processes that beat and obey, and one collector of the leader's."""
+
+    def __init__(self, root: Path, bus: MemoryBus, members: Members, clock: Clock) -> None:
+        self.store = MemoryStore()
+        self.bus = bus
+        self.members = members
+        self.clock = clock
+        self.blobs = InterruptedBlobs(root)
+        self.ledger = Ledger(self.store, bus, Mirror(self.store, bus))
+        self.leadership = Leadership(self.store, "c1/a", lease_s=30, clock=clock)
+        self.registry = Registry(self.store)
+        self.orders: list[tuple[str, Command]] = []
+        self.refuse: dict[str, Exception] = {}
+        self._seq = 0
+        self.collector = self.another()
+
+    def another(self) -> Collector:
+        """A collector as another leader would have it: it remembers nothing."""
+        return Collector(
+            store=self.store,
+            blobs=self.blobs,
+            members=self.members,
+            leadership=self.leadership,
+            registry=self.registry,
+            orders=Orders(self.bus, self.leadership, CoordinatorMetrics(new_registry())),
+            grace_s=GRACE_S,
+            clock=self.clock,
+        )
+
+    async def register(self, name: str, digest: Digest) -> None:
+        self.blobs.put(keys.packed(digest), b"packed")
+        await self.ledger.watch(digest)
+        await self.ledger.point(
+            "t", name, Content(BASE, digest, source="", num_bytes=6, max_rank=1, num_tensors=2, may_replace=True)
+        )
+
+    async def beat(self, kind: ProcessKind, name: str, load: EngineLoad | GroupLoad) -> None:
+        self._seq += 1
+        seq = self._seq
+        beat = Beat(kind=kind, id=name, incarnation="x", seq=seq, state="ready", base=BASE, load=load)
+        await self.bus.publish(subjects.heartbeat(kind, name), beat)
+
+        def heard() -> bool:
+            member = self.members.get(kind, name)
+            return member is not None and member.beat.seq == seq
+
+        await eventually(heard, "the beat is heard")
+
+        async def obey(command: Command) -> CommandReply:
+            if name in self.refuse:
+                raise self.refuse[name]
+            self.orders.append((name, command))
+            return CommandReply(command_id=command.command_id)
+
+        await self.bus.serve(subjects.commands(kind, name), Command, obey)
+
+    async def rounds(self, count: int = 3) -> None:
+        epoch = self.leadership.holding
+        assert epoch is not None
+        for _ in range(count):
+            await self.collector.round(epoch)
+
+    def has(self, digest: Digest) -> bool:
+        return self.blobs.stat(keys.packed(digest)) is not None
+
+    async def state(self, digest: Digest) -> str | None:
+        found = await self.store.get(keys.digest(digest), DigestRecord)
+        return found.value.state if found else None
+
+    async def condemned(self) -> list[str]:
+        return [digest for digest, _ in await self.store.journal(keys.CONDEMNED, 0, 100)]
+
+
+@asynccontextmanager
+async def a_world(root: Path) -> AsyncIterator[World]:
+    bus, clock = MemoryBus(), Clock()
+    async with Members(bus, interval_s=0.04, clock=clock) as members:
+        clock.now += 1
+        world = World(root, bus, members, clock)
+        await world.leadership.step()
+        yield world
+
+
+async def test_what_has_a_name_is_kept_and_looked_at_once(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds()
+        assert (world.has(A), await world.state(A), await world.condemned()) == (True, "live", [])
+
+
+async def test_a_deleted_adapter_leaves_every_process_and_then_the_store(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.ledger.delete("t", "one")
+        await world.beat("lora-server", "g1-0", GroupLoad(resident=(A, B)))
+        await world.beat("engine", "e1", EngineLoad())
+        await world.rounds()
+        assert world.orders == [], "requests admitted before may still come"
+        world.clock.now += GRACE_S
+        await world.rounds()
+        assert sorted((name, command.body) for name, command in world.orders) == [
+            ("e1", Forget(digest=A)),
+            ("g1-0", Forget(digest=A)),
+        ], "told once"
+        assert (world.has(A), await world.state(A)) == (True, "dying"), "it is resident by the last beat"
+        await world.beat("lora-server", "g1-0", GroupLoad(resident=(B,)))
+        await world.rounds()
+        assert (world.has(A), await world.state(A), await world.condemned()) == (False, None, [])
+        assert world.has(B)
+
+
+async def test_a_running_request_keeps_its_adapter(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.beat("engine", "e1", EngineLoad(digests=(A,)))
+        await world.rounds()
+        world.clock.now += 10 * GRACE_S
+        await world.leadership.step()
+        await world.beat("engine", "e1", EngineLoad(digests=(A,)))
+        await world.rounds()
+        assert (world.has(A), await world.state(A), world.orders) == (True, "live", [])
+        await world.beat("engine", "e1", EngineLoad())
+        await world.rounds()
+        assert not world.has(A)
+
+
+async def test_nothing_is_taken_for_dropped_that_is_not(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.beat("lora-server", "g1-0", GroupLoad())
+        await world.beat("engine", "e1", EngineLoad())
+        world.refuse = {"g1-0": InvalidRequest("what is forget?"), "e1": InvalidRequest("an engine takes no forget")}
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds()
+        assert (world.has(A), await world.state(A)) == (True, "dying")
+        del world.refuse["g1-0"]
+        await world.rounds()
+        assert not world.has(A)
+
+
+async def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        world.blobs.is_away = True
+        await world.rounds()
+        assert await world.condemned() == [A]
+        world.blobs.is_away = False
+        world.collector = world.another()  # also a new leader goes on where the old one was
+        await world.rounds()
+        assert (world.has(A), await world.condemned()) == (False, [])
+
+
+async def test_a_digest_with_another_name_stays_and_loses_the_dead_reference(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.register("two", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds()
+        found = await world.store.get(keys.digest(A), DigestRecord)
+        assert found is not None
+        assert (world.has(A), found.value.refs) == (True, ("t/two@v1",))
+
+
+async def test_a_file_that_never_got_a_name_is_deleted(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.blobs.put(keys.packed(A), b"packed")
+        await world.ledger.watch(A)
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds()
+        assert (world.has(A), await world.condemned()) == (False, [])
+
+
+@pytest.mark.parametrize("moment", ["records read", "registry read", "dying written"])
+async def test_a_registration_at_any_moment_of_a_collection_keeps_the_file(tmp_path: Path, moment: str) -> None:
+    """The collector is interrupted by a whole registration of the same content, just before each of its steps."""
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        method = {"records read": "get_many", "registry read": "counter", "dying written": "swap"}[moment]
+        world.registry._store = world.collector._store = _interrupted(
+            world.store, method, lambda: world.register("again", A)
+        )
+        await world.rounds(1)
+        await world.rounds()
+        assert (world.has(A), await world.state(A)) == (True, "live")
+        assert (await world.store.get(keys.digest(A), DigestRecord)) is not None
+
+
+async def test_a_registration_that_meets_a_dying_digest_waits_and_then_stores_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinilora.gateway.ledger.DYING_PAUSE_S", 0.0)
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds(1)
+        assert await world.state(A) == "dying"
+        with pytest.raises(Unavailable, match="being deleted"):
+            await world.register("again", A)
+        await world.rounds()
+        await world.register("again", A)
+        await world.rounds()
+        assert (world.has(A), await world.state(A)) == (True, "live")
+
+
+async def test_a_deposed_leader_deletes_nothing(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.rounds(1)
+        await world.leadership.resign()
+        await world.collector.round(1)
+        assert (world.has(A), await world.state(A)) == (True, "dying")
+
+
+async def test_a_collection_in_the_middle_of_a_registration_is_noticed(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        world.clock.now += GRACE_S
+        world.ledger._store = _interrupted(world.store, "swap", world.rounds)
+        content = Content(BASE, A, source="", num_bytes=6, max_rank=1, num_tensors=2, may_replace=False)
+        await world.ledger.point("t", "again", content)
+        found = await world.store.get(keys.digest(A), DigestRecord)
+        assert not world.has(A), "the file was deleted; whoever registers looks for it once more"
+        assert found is not None
+        assert found.value == DigestRecord(refs=("t/again@v1",))
+
+
+def _interrupted(inner: MemoryStore, method: str, meanwhile: Callable[[], Awaitable[None]]) -> MemoryStore:
+    """A store that does something of the test's once, just before the next call of a method."""
+    pending = {method}
+
+    class Interrupted(MemoryStore):
+        @override
+        def __getattribute__(self, name: str) -> object:
+            if name != method or method not in pending:
+                return getattr(inner, name)
+            pending.clear()
+
+            async def first(*args: object, **kwargs: object) -> object:
+                await meanwhile()
+                return await getattr(inner, name)(*args, **kwargs)
+
+            return first
+
+    return Interrupted()
