@@ -72,7 +72,7 @@ class WatchedBlobs:
         self.gate.set()
         self.arrived = threading.Semaphore(0)
 
-    def get_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+    def get_range(self, name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
         self.reads.append((name, offset, num_bytes))
         self.arrived.release()
         if not self.gate.wait(WAIT_S):
@@ -80,10 +80,10 @@ class WatchedBlobs:
         if self.failures_left:
             self.failures_left -= 1
             raise Unavailable("the store is away, as the test wants it")
-        return self.inner.get_range(name, offset, num_bytes)
+        return self.inner.get_range(name, offset, num_bytes, etag=etag)
 
-    def get(self, name: str) -> bytes:
-        return self.inner.get(name)
+    def get(self, name: str, *, etag: str | None = None) -> bytes:
+        return self.inner.get(name, etag=etag)
 
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         return self.inner.put(name, data, if_absent=if_absent)

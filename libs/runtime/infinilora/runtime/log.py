@@ -46,4 +46,6 @@ def setup(service: str, level: str = "info", *, process_id: str = "", stream: Te
     handler.setFormatter(JsonLines(service, process_id))
     logging.root.handlers[:] = [handler]
     logging.root.setLevel(logging.WARNING)
+    # Its warnings hold the hosts and paths of the object store; who calls it logs what went wrong.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
     logging.getLogger("infinilora").setLevel(level.upper())

@@ -169,6 +169,9 @@ class LoraServerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.bytes_free = Gauge("infinilora_pool_bytes_free", "Free bytes of the pool.", registry=registry)
         self.bytes_total = Gauge("infinilora_pool_bytes_total", "Bytes of the pool.", registry=registry)
+        self.tier_bytes = Gauge(
+            "infinilora_tier_bytes", "Bytes of adapters in the tiers below the pool.", ("tier",), registry=registry
+        )
         self.resident = Gauge("infinilora_pool_resident", "Adapters resident.", registry=registry)
         self.leases = Gauge("infinilora_pool_leases", "Leases held.", registry=registry)
         self.waiting = Gauge("infinilora_pool_waiting", "Leases asked for and not granted.", registry=registry)

@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from infinilora.runtime.credentials import Credentials, From
+
 PREFIX = "INFINILORA_"
 
 S = TypeVar("S", bound=BaseSettings)
@@ -26,9 +28,17 @@ class Common(BaseSettings):
     redis_url: str = Field(repr=False)
     """`redis://:password@host:port/db`."""
     store_url: str
-    """`s3://bucket?endpoint=http://host:port&region=us-east-1`, or `file:///directory`."""
+    """`s3://bucket?endpoint=http://host:port&region=us-east-1`, or `file:///directory`. More options of S3: `style`
+    (`path`, `virtual`; default by the endpoint), `ca` (a PEM file), `insecure=true` (take any certificate)."""
     s3_access_key: str = ""
     s3_secret_key: SecretStr = SecretStr("")
+    s3_session_token: SecretStr = SecretStr("")
+    """Of temporary keys."""
+    s3_credentials: From = "auto"
+    """Where the keys are looked for: `keys` (those above), `env`, `file`, `role`, `none`; credentials.py says how."""
+    s3_credentials_file: str = ""
+    """In the form of ~/.aws/credentials."""
+    s3_profile: str = ""
     rpc_token: SecretStr = SecretStr("")
     """Shared by all services for gRPC. Empty: anyone who reaches the port may call."""
 
@@ -47,6 +57,18 @@ class Common(BaseSettings):
     """Of the adapters' heat: gateways add and the coordinator reads with the same one."""
     drain_s: float = Field(default=10.0, gt=0)
     """After a stop is asked for, how long running work may take to finish."""
+
+    @property
+    def store_credentials(self) -> Credentials:
+        """With which keys the object store is opened. Raises InvalidRequest for half a pair."""
+        return Credentials(
+            access_key=self.s3_access_key,
+            secret_key=self.s3_secret_key.get_secret_value(),
+            session_token=self.s3_session_token.get_secret_value(),
+            source=self.s3_credentials,
+            file=self.s3_credentials_file,
+            profile=self.s3_profile,
+        )
 
 
 def read(cls: type[S]) -> S:

@@ -61,9 +61,7 @@ async def serve(settings: Settings, service: Service) -> None:
 async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
     bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
     members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
-    blobs = open_blobs(
-        settings.store_url, access_key=settings.s3_access_key, secret_key=settings.s3_secret_key.get_secret_value()
-    )
+    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
     return Around(bus, await stack.enter_async_context(members), blobs)
 
 

@@ -69,11 +69,7 @@ def use_scratch(directory: Path) -> None:
 @asynccontextmanager
 async def _connections(settings: Settings) -> AsyncIterator[Connections]:
     """The ties to bus, store and engines. None of them needs to be there yet."""
-    blobs = open_blobs(
-        settings.store_url,
-        access_key=settings.s3_access_key,
-        secret_key=settings.s3_secret_key.get_secret_value(),
-    )
+    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
     tracing = telemetry.setup(
         "gateway",
         settings.otlp_endpoint,

@@ -1,0 +1,138 @@
+"""A directory as a blob store. Writers rename a synced file into place; `link` decides who was first."""
+
+import errno
+import io
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from infinilora.protocol.errors import InvalidRequest, StoreFull, StoreRefused, Unavailable
+from infinilora.runtime.blob_store import SCRATCH, Blob, Changed, check_object_name
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class DirectoryBlobs:
+    """The files below `root`, under the names of their paths."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    def put_file(self, name: str, path: Path, *, if_absent: bool = False) -> bool:
+        with path.open("rb") as source:
+            return self._write(name, source, if_absent=if_absent)
+
+    def put(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
+        return self._write(name, io.BytesIO(data), if_absent=if_absent)
+
+    def get(self, name: str, *, etag: str | None = None) -> bytes:
+        with _file_errors(name), self._path(name).open("rb") as file:
+            return _unchanged(file, etag, file.read)
+
+    def get_range(self, name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
+        with _file_errors(name), self._path(name).open("rb", buffering=0) as file:
+            return _unchanged(file, etag, lambda: _pread(file.fileno(), offset, num_bytes))
+
+    def stat(self, name: str) -> Blob | None:
+        path = self._path(name)
+        try:
+            with _file_errors(name):
+                info = path.stat()
+        except FileNotFoundError:
+            return None
+        return Blob(info.st_size, _etag(info)) if path.is_file() else None
+
+    def list(self, prefix: str = "") -> list[str]:
+        if not self._root.is_dir():
+            return []
+        files = (p for p in self._root.rglob("*") if p.is_file())
+        names = (p.relative_to(self._root).as_posix() for p in files)
+        return sorted(n for n in names if n.startswith(prefix) and not n.startswith(SCRATCH + "/"))
+
+    def delete(self, name: str) -> None:
+        with _file_errors(name):
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        path = self._root / check_object_name(name)
+        # The name cannot climb; a link planted inside the directory could.
+        if not path.resolve().is_relative_to(self._root.resolve()):
+            raise InvalidRequest(f"object name {name[:80]!r} leads out of the store")
+        return path
+
+    def _write(self, name: str, source: IO[bytes], *, if_absent: bool) -> bool:
+        target = self._path(name)
+        scratch = self._root / SCRATCH / secrets.token_hex(8)
+        with _file_errors(name, writing=True):
+            scratch.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with scratch.open("xb") as file:
+                    while chunk := source.read(1 << 20):
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                return _place(scratch, target, if_absent=if_absent)
+            finally:
+                scratch.unlink(missing_ok=True)
+
+
+def _place(scratch: Path, target: Path, *, if_absent: bool) -> bool:
+    if if_absent:
+        try:
+            os.link(scratch, target)
+        except FileExistsError:
+            return False
+    else:
+        scratch.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return True
+
+
+def _pread(fd: int, offset: int, num_bytes: int) -> bytes:
+    chunks, at = [], offset
+    while at < offset + num_bytes:
+        chunk = os.pread(fd, offset + num_bytes - at, at)
+        if not chunk:
+            break
+        chunks.append(chunk)
+        at += len(chunk)
+    return b"".join(chunks)
+
+
+def _etag(info: os.stat_result) -> str:
+    return f"{info.st_mtime_ns:x}-{info.st_ino:x}-{info.st_size:x}"
+
+
+def _unchanged(file: IO[bytes], etag: str | None, read: Callable[[], bytes]) -> bytes:
+    """What `read` gives, if the file had this etag before and after; we only ever rename, others may write in place."""
+    if etag is not None and _etag(os.fstat(file.fileno())) != etag:
+        raise Changed("the object was replaced while it was read")
+    data = read()
+    if etag is not None and _etag(os.fstat(file.fileno())) != etag:
+        raise Changed("the object was written to while it was read")
+    return data
+
+
+@contextmanager
+def _file_errors(name: str, *, writing: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) and not writing:
+            raise FileNotFoundError(f"no object {name!r}") from error
+        if error.errno in _FULL:
+            raise StoreFull(f"the store's directory has no room: {error.strerror}", retry_after_s=10.0) from error
+        if error.errno in _REFUSED:
+            raise StoreRefused(
+                f"the store's directory does not let this service in: {error.strerror}", retry_after_s=1.0
+            ) from error
+        raise Unavailable(f"store directory: {error.strerror}", retry_after_s=1.0) from error
