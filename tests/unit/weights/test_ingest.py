@@ -1,20 +1,23 @@
 """Ingest as a whole: what it leaves behind, what it warns of, and as a process of its own."""
 
+import io
 import json
+import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from infinilora.protocol.adapter import Manifest, manifest_digest
-from infinilora.protocol.errors import AdapterFailed, AdapterInvalid, WireError, from_wire
-from infinilora.weights.ingest import IngestResult, ingest
-from infinilora.weights.packed import packed_ranges, read_header
-from infinilora.weights.peft import TENSORS_FILE, read_adapter
-from infinilora.weights.selftest import self_test
+from infinilora.protocol.adapter import Manifest, encode_manifest, manifest_digest
+from infinilora.protocol.errors import AdapterInvalid, StoreFull, Unavailable, WireError, from_wire
+from infinilora.protocol.ingest import IngestReport
+from infinilora.weights.ingest import ingest, run
+from infinilora.weights.packed import read_header
+from infinilora.weights.peft import TENSORS_FILE, PeftAdapter, read_adapter
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import open_tensors
 from support.cards import make_card, tiny_cards
@@ -28,15 +31,26 @@ def test_the_manifest_describes_base_source_and_dtype(tmp_path: Path) -> None:
     assert (manifest.base, manifest.dtype, manifest.num_layers) == (CARD.fingerprint, "BF16", 2)
     assert manifest.source_digest == read_adapter(source).source_digest
     assert manifest.max_rank == 4
-    assert manifest.warnings == ()
+
+
+def test_the_report_says_module_by_module_what_was_packed(tmp_path: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["q_proj", "down_proj"], dtype="BF16")
+    report = run(source, CARD, tmp_path / "out", narrow=None, max_rank=64)
+    rows = {(row.layer, row.site, row.module): row for row in report.plan}
+    assert rows[1, "qkv", "model.layers.1.self_attn.q_proj"].num_bytes == 4 * (32 + 32) * 2
+    down = rows[0, "moe_down", "model.layers.0.mlp.experts.{expert}.down_proj"]
+    assert (down.rank, down.scale, down.experts, down.num_bytes) == (4, 2.0, 4, 4 * 4 * (24 + 32) * 2)
+    assert {row.verdict for row in report.plan} == {"packed"}
+    assert (report.num_pairs, report.warnings, report.narrow_error) == (2 * (1 + 4 + 1), (), 0.0)
+    assert report.self_test_error < 1e-12
 
 
 def test_targets_without_tensors_are_a_warning(tmp_path: Path) -> None:
     config = {"target_modules": ["q_proj", "o_proj"]}
     source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["q_proj"], config=config)
-    (warning,) = ingest(source, CARD, tmp_path / "out").warnings
-    assert warning.startswith("2 targeted modules have no tensors")
-    assert "model.layers.0.self_attn.o_proj" in warning
+    (warning,) = run(source, CARD, tmp_path / "out", narrow=None, max_rank=64).warnings
+    assert warning.text.startswith("2 targeted modules have no tensors")
+    assert "model.layers.0.self_attn.o_proj" in warning.text
 
 
 def test_a_file_of_mixed_dtypes_is_widened(tmp_path: Path) -> None:
@@ -46,35 +60,33 @@ def test_a_file_of_mixed_dtypes_is_widened(tmp_path: Path) -> None:
     first = min(tensors)
     tensors[first] = tensors[first].astype(np.float32)
     write_tensors(source / TENSORS_FILE, tensors)
-    manifest = ingest(source, CARD, tmp_path / "out")
-    assert manifest.dtype == "F32"
-    assert "mixes" in manifest.warnings[0]
+    report = run(source, CARD, tmp_path / "out", narrow=None, max_rank=64)
+    assert (report.manifest.dtype, report.manifest.narrowed_from) == ("F32", "")
+    assert "mixes" in report.warnings[0].text
 
 
-def test_the_self_test_sees_another_adapters_weights(tmp_path: Path) -> None:
-    sources = [write_peft_adapter(tmp_path / str(seed), CARD, rank=4, seed=seed) for seed in (0, 1)]
-    ingest(sources[0], CARD, tmp_path / "out")
-    assert self_test(read_adapter(sources[0]), CARD, tmp_path / "out") < 1e-12
-    assert self_test(read_adapter(sources[1]), CARD, tmp_path / "out") > 0.1
-
-
-def test_the_self_test_sees_a_missing_site(tmp_path: Path) -> None:
-    whole = write_peft_adapter(tmp_path / "whole", CARD, rank=4)
-    part = write_peft_adapter(tmp_path / "part", CARD, rank=4, targets=["q_proj"])
-    ingest(part, CARD, tmp_path / "out")
-    assert self_test(read_adapter(whole), CARD, tmp_path / "out") > 0.5
-
-
-def test_the_self_test_sees_a_damaged_block(tmp_path: Path) -> None:
-    source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
-    ingest(source, CARD, tmp_path / "out")
-    data = bytearray((tmp_path / "out").read_bytes())
+def test_the_words_of_a_warning_are_no_part_of_the_digest(tmp_path: Path) -> None:
+    config = {"target_modules": ["q_proj", "o_proj"]}
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["q_proj"], config=config)
+    report = run(source, CARD, tmp_path / "out", narrow=None, max_rank=64)
+    assert report.warnings
     with (tmp_path / "out").open("rb") as file:
-        _, offset, _ = packed_ranges(read_header(file), 1)[0]
-    data[offset] ^= 1
-    (tmp_path / "out").write_bytes(data)
-    with pytest.raises(AdapterFailed, match="layer 1 site qkv block 0"):
-        self_test(read_adapter(source), CARD, tmp_path / "out")
+        assert read_header(file).manifest == report.manifest
+    assert "tensors" not in encode_manifest(report.manifest).decode()
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
+
+    def read_and_touch(directory: Path) -> PeftAdapter:
+        adapter = read_adapter(directory)
+        os.utime(directory / TENSORS_FILE, ns=(1, 1))
+        return adapter
+
+    monkeypatch.setattr("infinilora.weights.ingest.read_adapter", read_and_touch)
+    with pytest.raises(Unavailable, match="changed while they were read"):
+        ingest(source, CARD, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def run_worker(source: Path, card: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -94,7 +106,7 @@ def test_the_worker_prints_manifest_and_digest(tmp_path: Path, card_file: Path) 
     source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
     done = run_worker(source, card_file, tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
-    result = msgspec.json.decode(done.stdout, type=IngestResult)
+    result = msgspec.json.decode(done.stdout, type=IngestReport)
     assert isinstance(result.manifest, Manifest)
     assert result.digest == manifest_digest(result.manifest)
     with (tmp_path / "out").open("rb") as file:
@@ -116,6 +128,33 @@ def test_the_worker_obeys_the_rank_limit(tmp_path: Path, card_file: Path) -> Non
     done = run_worker(source, card_file, tmp_path / "out", "--max-rank", "2")
     assert done.returncode == 3
     assert "found 4; wanted at most 2" in done.stdout
+
+
+def test_the_worker_reads_an_archive(tmp_path: Path, card_file: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
+    (tmp_path / "work").mkdir()
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as archive:
+        archive.add(source, arcname="run1")
+        info = tarfile.TarInfo("run1/optimizer.pt")
+        info.size = 100
+        archive.addfile(info, io.BytesIO(b"x" * 100))
+    done = run_worker(tmp_path / "a.tgz", card_file, tmp_path / "work" / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert msgspec.json.decode(done.stdout, type=IngestReport).digest == manifest_digest(
+        ingest(source, CARD, tmp_path / "out")
+    )
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["out"]
+    done = run_worker(tmp_path / "a.tgz", card_file, tmp_path / "work" / "out2", "--max-bytes", "50")
+    assert "request_too_large" in done.stdout
+
+
+def test_a_full_disk_is_not_the_adapters_fault(tmp_path: Path, card_file: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
+    (tmp_path / "out.part").symlink_to("/dev/full")
+    done = run_worker(source, card_file, tmp_path / "out")
+    error = from_wire(msgspec.convert(json.loads(done.stdout)["error"], WireError))
+    assert isinstance(error, StoreFull)
+    assert "no room on disk" in error.message
 
 
 def test_the_room_does_not_need_torch() -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from infinilora.protocol.adapter import BLOCK_ALIGN, BaseCard, Site, block_spans, manifest_digest
-from infinilora.protocol.errors import AdapterFailed
+from infinilora.protocol.errors import AdapterFailed, AdapterInvalid
 from infinilora.weights.check import plan_adapter
-from infinilora.weights.ingest import ingest
-from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, verify, write_packed
+from infinilora.weights.ingest import ingest, run
+from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, verify, verify_file, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.rules import CONFIG_FILE
-from infinilora.weights.synth import write_peft_adapter
+from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import open_tensors
 from support.cards import make_card, tiny_cards
 from support.deltas import Deltas, ingested_deltas, largest_difference, packed_deltas
@@ -237,20 +237,92 @@ def test_a_header_without_a_manifest_is_refused(body: bytes) -> None:
 
 def test_a_later_pack_version_is_refused(tmp_path: Path) -> None:
     data = pack(tmp_path, CARDS["llama"]).read_bytes()
-    later = data.replace(rb"\"pack_version\":1", rb"\"pack_version\":2", 1)
+    later = data.replace(rb"\"pack_version\":2", rb"\"pack_version\":3", 1)
     assert later != data
-    with pytest.raises(AdapterFailed, match="pack_version: found 2; wanted 1"):
+    with pytest.raises(AdapterFailed, match="pack_version: found 3; wanted 1 or 2"):
         PackedHeader.parse(later)
 
 
 # Dtypes -------------------------------------------------------------------------------------------
 
 
-def test_narrowing_stays_within_its_bound_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("BF16", 2**-7), ("F16", 2**-10)])
+def test_narrowing_is_measured_and_said(tmp_path: Path, kind: str, most: float) -> None:
     card = CARDS["llama"]
     source = write_peft_adapter(tmp_path / "a", card, rank=4)
-    manifest = ingest(source, card, tmp_path / "out", narrow="BF16")
+    report = run(source, card, tmp_path / "out", narrow=kind, max_rank=64)
     error = largest_difference(packed_deltas(tmp_path / "out", card), explicit_deltas(source))
-    assert manifest.dtype == "BF16"
-    assert "narrowed F32 -> BF16" in manifest.warnings[0]
-    assert 1e-4 < error < 2**-6
+    assert (report.manifest.dtype, report.manifest.narrowed_from) == (kind, "F32")
+    assert f"narrowed F32 -> {kind}" in report.warnings[0].text
+    assert most / 64 < error < most
+    assert most / 64 < report.narrow_error < most
+
+
+def test_a_file_that_is_narrow_already_is_not_narrowed(tmp_path: Path) -> None:
+    card = CARDS["llama"]
+    source = write_peft_adapter(tmp_path / "a", card, rank=4, dtype="BF16")
+    plain = ingest(source, card, tmp_path / "out")
+    assert manifest_digest(ingest(source, card, tmp_path / "out", narrow="BF16")) == manifest_digest(plain)
+
+
+def test_factors_that_cancel_are_not_narrowed(tmp_path: Path) -> None:
+    """What PiSSA leaves: two large products whose difference is small."""
+    card = CARDS["llama"]
+    source = write_peft_adapter(tmp_path / "a", card, rank=2, targets=["o_proj"])
+    file = open_tensors(source / TENSORS_FILE)
+    tensors = {name: np.array(file.read(name)) for name in file.tensors}
+    for name, tensor in tensors.items():
+        if "lora_A" in name:
+            tensor[1] = tensor[0] * np.float32(1 + 1e-3)
+        else:
+            tensor[:, 1] = -tensor[:, 0]
+    write_tensors(source / TENSORS_FILE, tensors)
+    ingest(source, card, tmp_path / "out")
+    with pytest.raises(AdapterInvalid, match=r"narrow to BF16: found a delta that differs by .*part o"):
+        ingest(source, card, tmp_path / "out", narrow="BF16")
+
+
+# Old versions -------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[2] / "data" / "packed-v1"
+"""Written by the first version of the writer; never to be written again."""
+GOLDEN_CARDS = {
+    "dense": make_card("llama", num_layers=1, hidden=8, intermediate=8, heads=2, kv_heads=1, head_dim=4),
+    "moe": make_card(
+        "qwen2_moe",
+        num_layers=1,
+        hidden=8,
+        intermediate=8,
+        heads=2,
+        kv_heads=1,
+        head_dim=4,
+        num_experts=2,
+        shared_intermediate=8,
+    ),
+}
+GOLDEN_DIGESTS = {
+    "dense": "sha256:c6066a1c6df3a16a4f917e5ec83ed563e93d55086e62e7322ed46673007837bf",
+    "moe": "sha256:4cc8d8c76e87fc76f768fa2899fd0c2b9505d05b42dfdb64318a551e414f5fa8",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_DIGESTS)
+def test_version_1_stays_readable_and_keeps_its_digest(name: str) -> None:
+    header = verify_file(GOLDEN / name / "packed.safetensors")
+    assert header.manifest.pack_version == 1
+    assert header.digest == manifest_digest(header.manifest) == GOLDEN_DIGESTS[name]
+    found = packed_deltas(GOLDEN / name / "packed.safetensors", GOLDEN_CARDS[name])
+    wanted = explicit_deltas(GOLDEN / name)
+    assert found.keys() == wanted.keys()
+    assert largest_difference(found, wanted) < 1e-14
+
+
+def test_a_damaged_file_is_found_by_reading_it_all(tmp_path: Path) -> None:
+    data = bytearray((GOLDEN / "moe" / "packed.safetensors").read_bytes())
+    data[-100] ^= 1
+    (tmp_path / "bad").write_bytes(data)
+    with pytest.raises(AdapterFailed, match="layer 0 site shared_down block 0"):
+        verify_file(tmp_path / "bad")
+    (tmp_path / "short").write_bytes(data[:-64])
+    with pytest.raises(AdapterFailed, match="size: found"):
+        verify_file(tmp_path / "short")

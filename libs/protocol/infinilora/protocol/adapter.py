@@ -20,7 +20,9 @@ import msgspec
 
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 
-PACK_VERSION = 1
+PACK_VERSION = 2
+READABLE_PACKS = frozenset({1, 2})
+"""Versions that are read; only the newest is written. What is stored under a name is never rewritten."""
 BLOCK_ALIGN = 64
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 VECTOR_BYTES = 4
@@ -156,8 +158,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_layers: int
     source_digest: str
+    narrowed_from: str = ""
+    """The dtype that the files had, where the owner asked for a smaller one; from version 2 on."""
     sites: tuple[SiteEntry, ...]
     warnings: tuple[str, ...] = ()
+    """Of version 1 only: a reworded warning must not be another digest."""
 
     @property
     def data_bytes(self) -> int:
@@ -212,8 +217,13 @@ def _aligned(num_bytes: int) -> int:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The canonical bytes: sorted keys, no spaces. What the digest is taken of."""
-    return msgspec.json.encode(manifest, order="sorted")
+    """The canonical bytes: sorted keys, no spaces. What the digest is taken of.
+
+    A version's fields are its own: each manifest is written with those that its version has, and keeps its bytes.
+    """
+    table = msgspec.to_builtins(manifest)
+    del table["warnings" if manifest.pack_version >= 2 else "narrowed_from"]
+    return msgspec.json.encode(table, order="sorted")
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -1,66 +1,105 @@
-"""Turn a PEFT directory into a packed file that is known to be right, or say why not.
+"""Turn an adapter's files into a packed file that is known to be right, or say why not.
 
-    read -> plan (every check) -> write -> verify and self-test what was written -> only then does it exist
+    unpack -> read -> plan (every check) -> write -> verify and self-test what was written -> only then does it exist
 
 Also a process of its own, so that a hostile file can be given limits of memory and time:
 
-    python -m infinilora.weights.ingest --source DIR --card CARD.json --out FILE
+    python -m infinilora.weights.ingest --source DIR|ARCHIVE --card CARD.json --out FILE [--narrow BF16] [--max-rank N]
 
-prints one JSON line, {"manifest", "digest", ...} with status 0 or {"error"} with status 3.
+prints one JSON line: an `IngestReport` with status 0, or {"error": ...} with status 3.
 """
 
 import argparse
+import errno
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
-from infinilora.protocol.errors import InfiniLoraError, Internal
-from infinilora.protocol.ids import Digest
+from infinilora.protocol.errors import InfiniLoraError, Internal, StoreFull, TooLarge, Unavailable
+from infinilora.protocol.ingest import IngestReport
 from infinilora.weights.check import MAX_RANK, plan_adapter
 from infinilora.weights.packed import write_packed
 from infinilora.weights.peft import read_adapter
-from infinilora.weights.selftest import self_test
+from infinilora.weights.refuse import invalid
+from infinilora.weights.rules import CONFIG_FILE
+from infinilora.weights.selftest import SelfTest, self_test
+from infinilora.weights.unpack import KEPT, FileLimits, unpack
 
 REFUSED_STATUS = 3
-EXACT = 1e-6
+EXACT = 2.0**-20
+"""Largest self-test error allowed: the rounding of float64, and of fp32 gains."""
 NARROWED = 2.0**-6
-"""Largest self-test error allowed: rounding of float64 and of fp32 gains; twice the bound of two BF16 factors."""
-
-
-class IngestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker process prints when all went well."""
-
-    digest: Digest
-    manifest: Manifest
-    self_test_error: float
+"""The same where factors were rounded: twice the bound of two BF16 factors."""
+NARROWED_RELATIVE = 2.0**-4
+"""What narrowing may change of a delta at most. Past it the factors cancel each other, and rounding shows."""
 
 
 def ingest(source: Path, card: BaseCard, out: Path, *, narrow: str | None = None, max_rank: int = MAX_RANK) -> Manifest:
     """Pack the adapter in `source` into `out`, which exists afterwards only if everything held. Blocking.
 
-    Raises AdapterInvalid for what the adapter is, Internal if the packed file does not compute the same.
+    Raises SourceNotFound or AdapterInvalid for what the adapter is, Unavailable if it changed meanwhile, Internal if
+    the packed file does not compute the same.
     """
     return run(source, card, out, narrow=narrow, max_rank=max_rank).manifest
 
 
-def run(source: Path, card: BaseCard, out: Path, *, narrow: str | None, max_rank: int) -> IngestResult:
-    """`ingest`, with the self-test's error."""
+def run(source: Path, card: BaseCard, out: Path, *, narrow: str | None, max_rank: int) -> IngestReport:
+    """`ingest`, with everything that was found out."""
+    before = _state(source)
     adapter = read_adapter(source)
     plan = plan_adapter(adapter, card, max_rank=max_rank, narrow=narrow)
     draft = out.with_name(out.name + ".part")
     try:
         with draft.open("wb") as file:
             manifest = write_packed(plan, file)
-        error = self_test(adapter, card, draft)
-        if not error <= (EXACT if narrow is None else NARROWED):
-            raise Internal(f"self-test: found a delta that differs by {error:.3g} of its size from {source.name}'s own")
+        tested = self_test(source, card, draft)
+        if _state(source) != before:
+            raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
+        _judge(tested, manifest)
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)
-    return IngestResult(digest=manifest_digest(manifest), manifest=manifest, self_test_error=error)
+    return IngestReport(
+        digest=manifest_digest(manifest),
+        manifest=manifest,
+        plan=plan.rows(),
+        warnings=plan.notes,
+        self_test_error=tested.error,
+        narrow_error=tested.relative if manifest.narrowed_from else 0.0,
+        num_pairs=sum(pair is not None for site in plan.sites for part in site.parts for pair in part.pairs),
+    )
+
+
+def _state(source: Path) -> dict[str, tuple[int, int, int]]:
+    """(inode, size, time of the last change) of each file that is read."""
+    found = {}
+    for name in sorted(KEPT):
+        if (source / name).is_file():
+            info = (source / name).stat()
+            found[name] = (info.st_ino, info.st_size, info.st_mtime_ns)
+    return found
+
+
+def _judge(tested: SelfTest, manifest: Manifest) -> None:
+    is_narrow = bool(manifest.narrowed_from)
+    if not tested.error <= (NARROWED if is_narrow else EXACT):
+        raise Internal(f"self-test: {tested.where}: found a delta that is off by {tested.error:.3g}; wanted the files'")
+    if is_narrow and not tested.relative <= NARROWED_RELATIVE:
+        raise invalid(
+            CONFIG_FILE,
+            f"narrow to {manifest.dtype}",
+            found=f"a delta that differs by {tested.relative:.3g} of its size ({tested.worst_relative})",
+            wanted=f"at most {NARROWED_RELATIVE:.3g}; register it without narrowing",
+        )
+
+
+# The worker process -------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,21 +107,48 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     try:
         card = _read_card(options.card)
-        result = run(options.source, card, options.out, narrow=options.narrow, max_rank=options.max_rank)
+        with _disk_errors(), _directory(options) as source:
+            report = run(source, card, options.out, narrow=options.narrow, max_rank=options.max_rank)
     except InfiniLoraError as error:
         _print_line({"error": error.to_wire()})
         return REFUSED_STATUS
-    _print_line(result)
+    _print_line(report)
     return 0
+
+
+@contextmanager
+def _directory(options: argparse.Namespace) -> Iterator[Path]:
+    """The directory of the adapter's files; those of an archive lie beside `out` meanwhile."""
+    if options.source.is_dir():
+        yield options.source
+        return
+    with tempfile.TemporaryDirectory(prefix="unpacked-", dir=options.out.absolute().parent) as target:
+        yield unpack(options.source, Path(target), FileLimits(options.max_bytes))
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """What a disk says while files are read and written is nobody's fault who sent them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull("no room on disk to read the adapter in", retry_after_s=5.0) from error
+        if error.errno == errno.EFBIG:
+            raise TooLarge("the adapter is larger than one file may be here", param="source") from error
+        raise Unavailable(f"the adapter's files could not be read: {error.strerror}", retry_after_s=1.0) from error
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m infinilora.weights.ingest", description=__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="PEFT directory")
+    parser.add_argument("--source", type=Path, required=True, help="a directory, or a tar or zip archive of one")
     parser.add_argument("--card", type=Path, required=True, help="the base card, JSON")
     parser.add_argument("--out", type=Path, required=True, help="the packed file to write")
     parser.add_argument("--narrow", choices=("BF16", "F16"), help="pack in a smaller dtype; not exact")
     parser.add_argument("--max-rank", type=int, default=MAX_RANK)
+    parser.add_argument("--max-bytes", type=int, default=FileLimits().max_bytes, help="of an archive, unpacked")
     return parser.parse_args(argv)
 
 

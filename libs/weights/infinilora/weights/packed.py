@@ -9,6 +9,7 @@ the adapter's digest. Knows plans and bytes, not PEFT.
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 
 from infinilora.protocol.adapter import (
     BLOCK_ALIGN,
-    PACK_VERSION,
+    READABLE_PACKS,
     Manifest,
     SiteEntry,
     block_spans,
@@ -82,9 +83,16 @@ def _manifest(plan: AdapterPlan, entries: list[SiteEntry]) -> Manifest:
         dtype=plan.dtype,
         num_layers=plan.num_layers,
         source_digest=plan.source.source_digest,
+        narrowed_from=narrowed_from(plan),
         sites=tuple(entries),
-        warnings=plan.warnings,
     )
+
+
+def narrowed_from(plan: AdapterPlan) -> str:
+    """The dtype that would hold the adapter exactly, where it is packed in a smaller one; else empty."""
+    kinds = {info.dtype for info in plan.source.tensors.tensors.values()}
+    has_gains = any(pair and pair.gain != 1.0 for site in plan.sites for part in site.parts for pair in part.pairs)
+    return "F32" if plan.dtype != "F32" and (has_gains or kinds != {plan.dtype}) else ""
 
 
 def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: BinaryIO) -> tuple[str, ...]:
@@ -192,8 +200,9 @@ class PackedHeader:
             manifest = decode_manifest(text)
         except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
             raise AdapterFailed(f"packed file: header: found {error}; wanted an infinilora manifest") from error
-        if manifest.pack_version != PACK_VERSION:
-            raise AdapterFailed(f"packed file: pack_version: found {manifest.pack_version}; wanted {PACK_VERSION}")
+        if manifest.pack_version not in READABLE_PACKS:
+            wanted = " or ".join(map(str, sorted(READABLE_PACKS)))
+            raise AdapterFailed(f"packed file: pack_version: found {manifest.pack_version}; wanted {wanted}")
         return cls(manifest=manifest, digest=digest_of(text), data_start=needed)
 
     @property
@@ -230,3 +239,17 @@ def verify(entry: SiteEntry, block: int, data: bytes | bytearray | memoryview) -
             f"packed file: layer {entry.layer} site {entry.site.label} block {block}: "
             f"found sha256 {found}; wanted {entry.sha256[block]}"
         )
+
+
+def verify_file(path: Path) -> PackedHeader:
+    """Read a whole packed file and verify every block. Raises AdapterFailed, naming the block. Blocking."""
+    with path.open("rb") as file:
+        header = read_header(file)
+        size = path.stat().st_size
+        if size != header.file_bytes:
+            raise AdapterFailed(f"packed file: size: found {size} bytes; wanted {header.file_bytes}")
+        for entry in header.manifest.sites:
+            file.seek(header.data_start + entry.offset)
+            for block in range(entry.num_blocks):
+                verify(entry, block, file.read(entry.num_bytes // entry.num_blocks))
+    return header

@@ -1,118 +1,134 @@
 """Does the packed file compute what the original files say? Two roads to every delta, compared.
 
-The reference road goes from the original tensors to scale · B·(A·x) in float64, module by module, without
-plan, cuts or padding. The packed road reads the written file back and verifies it, as a LoRA server does.
+The reference road (`original`) goes from the original files to scale · B·(A·x) in float64, without rules, plan,
+cuts or padding. The packed road reads the written file back and verifies it, as a LoRA server does. Each part of
+each block (each expert) is compared by itself, so that a small one cannot hide behind a large one.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from infinilora.protocol.adapter import BaseCard, Site, SiteEntry
-from infinilora.weights.fused import Fused, container_of, establish
-from infinilora.weights.names import PREFIX, ModuleIndex, Place
-from infinilora.weights.packed import packed_ranges, part_arrays, read_header, verify
-from infinilora.weights.peft import PeftAdapter
+from infinilora.protocol.adapter import BaseCard, Site, SiteEntry, SiteGeometry
+from infinilora.weights.original import Original, Term
+from infinilora.weights.packed import PackedHeader, packed_ranges, part_arrays, read_header, verify
 from infinilora.weights.tensorfile import Array
 
-Term = Callable[[Array, Array], None]
-"""Adds one pair's share to delta [blocks, out], given x [in]; both float64."""
+NUM_INPUTS = 4
+"""Fixed inputs per site: with one, a delta could be small by chance, and its relative error large."""
 
 
-def self_test(adapter: PeftAdapter, card: BaseCard, packed: Path) -> float:
-    """The largest error of any site's delta of a fixed input, relative to that delta's largest value.
+class SelfTest(NamedTuple):
+    """The worst of all parts of all blocks."""
 
-    Raises AdapterFailed if a block of the packed file is not what its manifest says.
+    error: float
+    """|found - wanted| over scale·|B|·|A·x|, which cancellation does not shrink. Infinite where zero was wanted."""
+    where: str
+    """The part that has it."""
+    relative: float
+    """The largest |found - wanted| over |wanted|: what narrowing has cost."""
+    worst_relative: str
+    """The part that has that."""
+
+
+class _Site(NamedTuple):
+    """What is compared of one site: deltas [blocks, out, inputs] and squared sizes [blocks, out]."""
+
+    wanted: Array
+    found: Array
+    size: Array
+
+
+def self_test(directory: Path, card: BaseCard, packed: Path) -> SelfTest:
+    """Compare `packed` with the files of `directory`.
+
+    Raises AdapterFailed if a block of the packed file is not what its manifest says, AdapterInvalid if the original
+    files hold what the reference road cannot read.
     """
-    terms = _terms(adapter, ModuleIndex(card))
-    geometry = card.geometry()
-    worst = 0.0
+    original, geometry = Original(directory, card), card.geometry()
+    modules = original.places()
+    worst = SelfTest(0.0, "", 0.0, "")
     with packed.open("rb") as file:
         header = read_header(file)
-        read: dict[tuple[int, Site], tuple[SiteEntry, int, int]] = {
-            (layer, site_range[0].site): site_range
+        ranges = {
+            (entry.layer, entry.site): (entry, offset, num_bytes)
             for layer in range(card.num_layers + 1)
-            for site_range in packed_ranges(header, layer)
+            for entry, offset, num_bytes in packed_ranges(header, layer)
         }
-        for place in sorted(terms.keys() | read.keys()):
+        for place in sorted(modules.keys() | ranges.keys()):
             site = geometry[place]
-            x = _fixed_input(site.in_dim)
-            wanted = np.zeros((site.num_experts or 1, site.out_dim))
-            for add_to in terms.get(place, ()):
-                add_to(wanted, x)
-            found = np.zeros_like(wanted)
-            if place in read:
-                entry, offset, num_bytes = read[place]
-                file.seek(offset)
-                _packed_delta(entry, header.manifest.dtype, file.read(num_bytes), x, found)
-            largest = float(np.abs(wanted).max())
-            error = float(np.abs(found - wanted).max())
-            worst = max(worst, error / largest if largest else error)
+            x = _fixed_inputs(place, site.in_dim)
+            compared = _empty(site)
+            for module in modules.get(place, ()):
+                _add_wanted(original.term(module), x, compared)
+            if place in ranges:
+                _add_found(file, header, *ranges[place], x, compared.found)
+            worst = _worse(worst, site, compared)
     return worst
 
 
-def _fixed_input(in_dim: int) -> Array:
-    return np.random.default_rng(in_dim).standard_normal(in_dim)
+def _fixed_inputs(place: tuple[int, Site], in_dim: int) -> Array:
+    return np.random.default_rng((*place, in_dim)).standard_normal((in_dim, NUM_INPUTS))
 
 
-def _packed_delta(entry: SiteEntry, dtype: str, data: bytes, x: Array, delta: Array) -> None:
-    block_bytes = entry.num_bytes // entry.num_blocks
+def _empty(site: SiteGeometry) -> _Site:
+    blocks = site.num_experts or 1
+    shape = (blocks, site.out_dim, NUM_INPUTS)
+    return _Site(np.zeros(shape), np.zeros(shape), np.zeros(shape[:2]))
+
+
+def _add_wanted(term: Term, x: Array, to: _Site) -> None:
+    spot = term.spot
+    blocks = slice(None) if spot.expert is None else slice(spot.expert, spot.expert + 1)
+    hidden = term.a @ x
+    scaled = term.scale * hidden
+    to.wanted[blocks, spot.begin : spot.end] += term.b @ scaled
+    norms = np.einsum("nrk,nrk->n", scaled, scaled)[:, None]
+    to.size[blocks, spot.begin : spot.end] += np.einsum("nor,nor->no", term.b, term.b) * norms
+
+
+def _add_found(
+    file: BinaryIO, header: PackedHeader, entry: SiteEntry, offset: int, num_bytes: int, x: Array, delta: Array
+) -> None:
+    """delta[block, columns of the part] += scale · (x A^T) Bt of every block, each verified as it is read."""
+    file.seek(offset)
     for block in range(entry.num_blocks):
-        raw = data[block * block_bytes : (block + 1) * block_bytes]
+        raw = file.read(num_bytes // entry.num_blocks)
         verify(entry, block, raw)
-        arrays = part_arrays(entry, dtype, np.frombuffer(raw, np.uint8))
+        arrays = part_arrays(entry, header.manifest.dtype, np.frombuffer(raw, np.uint8))
         for part, (a, bt) in zip(entry.parts, arrays, strict=True):
             columns = slice(part.out_offset, part.out_offset + part.out_dim)
-            delta[block, columns] += part.scale * ((_wide(a) @ x) @ _wide(bt))
+            hidden = a.astype(np.float64) @ x
+            delta[block, columns] += part.scale * (bt.astype(np.float64).T @ hidden)
 
 
-def _wide(array: Array) -> Array:
-    return array.astype(np.float64)
+def _worse(worst: SelfTest, site: SiteGeometry, compared: _Site) -> SelfTest:
+    difference = compared.found - compared.wanted
+    for part in site.parts:
+        columns = slice(part.out_offset, part.out_offset + part.out_dim)
+        missed = _norm(difference[:, columns])
+        error = _ratio(missed, np.sqrt(compared.size[:, columns].sum(axis=1)))
+        relative = _ratio(missed, _norm(compared.wanted[:, columns]))
+        if (largest := float(error.max())) > worst.error:
+            worst = worst._replace(error=largest, where=_name(site, part.name, int(error.argmax())))
+        if (largest := float(relative.max())) > worst.relative:
+            worst = worst._replace(relative=largest, worst_relative=_name(site, part.name, int(relative.argmax())))
+    return worst
 
 
-# The reference road -------------------------------------------------------------------------------
+def _norm(deltas: Array) -> Array:
+    """The norm of each block's [outputs, inputs]."""
+    norm: Array = np.sqrt(np.einsum("bok,bok->b", deltas, deltas))
+    return norm
 
 
-def _terms(adapter: PeftAdapter, index: ModuleIndex) -> dict[tuple[int, Site], list[Term]]:
-    terms: dict[tuple[int, Site], list[Term]] = defaultdict(list)
-    for place, term in _every_term(adapter, index):
-        terms[place].append(term)
-    return terms
+def _name(site: SiteGeometry, part: str, block: int) -> str:
+    return f"layer {site.layer} site {site.site.label} part {part}" + (f" expert {block}" if site.num_experts else "")
 
 
-def _every_term(adapter: PeftAdapter, index: ModuleIndex) -> Iterator[tuple[tuple[int, Site], Term]]:
-    half = ".lora_A.weight"
-    for a in adapter.tensors.tensors:
-        if not a.endswith(half):
-            continue
-        b = a.removesuffix(half) + ".lora_B.weight"
-        module = a.removesuffix(half).removeprefix(PREFIX)
-        if place := index.find(module):
-            key = (place.geometry.layer, place.geometry.site)
-            yield key, partial(_add_single, adapter, a, b, module, place)
-        elif container := container_of(module, index):
-            fused = establish(adapter.tensors, a, b, container=container, index=index, rules=adapter.rules)
-            yield (fused.geometry.layer, fused.geometry.site), partial(_add_fused, fused)
-
-
-def _add_single(adapter: PeftAdapter, a: str, b: str, module: str, place: Place, delta: Array, x: Array) -> None:
-    """delta[expert, columns of the part] += scale · B·(A·x)."""
-    part = place.geometry.parts[place.part]
-    columns = slice(part.out_offset, part.out_offset + part.out_dim)
-    scale = adapter.rules.scale(adapter.rules.target_key(module) or module)
-    hidden = _wide(adapter.tensors.read(a)) @ x
-    delta[place.expert or 0, columns] += scale * (_wide(adapter.tensors.read(b)) @ hidden)
-
-
-def _add_fused(fused: Fused, delta: Array, x: Array) -> None:
-    """delta[e] += scale · B_e·(A_e·x); of a crossed file scale · A_eᵀ·(B_eᵀ·x)."""
-    a, b = _wide(fused.file.read(fused.a)), _wide(fused.file.read(fused.b))
-    a = a.reshape(fused.geometry.num_experts, -1, a.shape[1])
-    b = b.reshape(b.shape[0], -1, fused.geometry.num_experts)
-    if fused.crossed:
-        delta += fused.scale * np.einsum("eri,er->ei", a, np.einsum("ore,o->er", b, x))
-    else:
-        delta += fused.scale * np.einsum("ore,er->eo", b, np.einsum("eri,i->er", a, x))
+def _ratio(missed: Array, size: Array) -> Array:
+    """`missed / size`; where nothing was wanted anything at all is infinitely wrong, and so is what is no number."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(missed == 0, 0.0, missed / size)
+    return np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)

@@ -1,0 +1,235 @@
+"""What the original files mean, read a second time: the self-test's own road from files to scale · B·(A·x).
+
+Shares nothing with the rules, names, layouts and plans that packing goes by: it parses config and header itself,
+knows the spellings of its own accord, takes ranks from shapes and multiplies in float64. It serves no one and
+refuses nothing that can be told; what it cannot tell has no second opinion and is refused for that.
+
+Layouts, with E experts and rank r (the same for a site's whole width, or for one part of it):
+
+    dense pair        A [r, in]        B [out, r]
+    flattened         A [E·r, in]      B [out, r·E]     row e·r+k and column k·E+e are rank k of expert e
+      until PEFT 0.19.0 with in and out crossed: A [E·r, out], B [in, r·E]
+    stacked           A [E|1, r, in]   B [E|1, out, r]  one for all experts where it says 1
+    MLX               A [in, r]        B [r, out]       and the scale itself in the config
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
+from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.tensorfile import Array
+
+PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
+
+_PEFT_KEY = re.compile(r"(?P<module>.+?)\.lora_(?P<half>[AB])(\.(?!weight$)[^.]+)?(\.weight)?$")
+_MLX_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])$")
+_WRAPPERS = frozenset(
+    {"base_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "language_model"}
+)
+_OLD_LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names in earlier transformers."""
+
+
+class Spot(NamedTuple):
+    """Where a named projection acts: a span of a site's output, of one expert or (None) of all."""
+
+    site: SiteGeometry
+    expert: int | None
+    begin: int
+    end: int
+
+
+class Term(NamedTuple):
+    """delta[block] += scale · b·(a·x) at a span of outputs; a [n, r, in], b [n, out, r], n = 1 for all alike."""
+
+    spot: Spot
+    scale: float
+    a: Array
+    b: Array
+
+
+class Original:
+    """An adapter's two files, open; `terms` gives what they add, one site after the other."""
+
+    def __init__(self, directory: Path, card: BaseCard) -> None:
+        self._config = _json("adapter_config.json", (directory / "adapter_config.json").read_bytes())
+        self._is_mlx = "peft_type" not in self._config
+        self._path = directory / (MLX_FILE if self._is_mlx else PEFT_FILE)
+        self._data = np.asarray(np.memmap(self._path, np.uint8, "r"))
+        self._data_at = 8 + int.from_bytes(self._data[:8].tobytes(), "little")
+        self._header = _json(self._path.name, self._data[8 : self._data_at].tobytes())
+        self._header.pop("__metadata__", None)
+        self._spots = dict(_spots(card))
+        self._containers = _containers(card)
+        self._pairs = self._find_pairs()
+
+    def places(self) -> dict[tuple[int, Site], list[str]]:
+        """The modules of the file by the site they act at."""
+        found: dict[tuple[int, Site], list[str]] = defaultdict(list)
+        for module in self._pairs:
+            site = self._flattened(module)[0] if self._container(module) else self._spot(module).site
+            found[site.layer, site.site].append(module)
+        return found
+
+    def term(self, module: str) -> Term:
+        """What one module's pair adds. Reads its tensors."""
+        a, b = self._tensor(self._pairs[module]["A"]), self._tensor(self._pairs[module]["B"])
+        if self._container(module):
+            return self._flattened_term(module, a, b)
+        if self._is_mlx:
+            a, b = a.T, b.T
+        if a.ndim == 2:
+            a, b = a[None], b[None]
+        return Term(self._spot(module), self._scale(_plain(module), a.shape[1]), a, b)
+
+    # Tensors
+
+    def _find_pairs(self) -> dict[str, dict[str, str]]:
+        grammar, pairs = _MLX_KEY if self._is_mlx else _PEFT_KEY, defaultdict[str, dict[str, str]](dict)
+        for key in self._header:
+            found = grammar.match(key)
+            if not found:
+                raise self._untold(key, "a key that it cannot read")
+            pairs[found["module"]][found["half"].upper()] = key
+        return pairs
+
+    def _tensor(self, key: str) -> Array:
+        """float64, of the tensor's own shape."""
+        entry = self._header[key]
+        begin, end = (self._data_at + offset for offset in entry["data_offsets"])
+        return _wide(entry["dtype"], self._data[begin:end]).reshape(entry["shape"])
+
+    # Places
+
+    def _spot(self, module: str) -> Spot:
+        names = _plain(module).split(".")
+        for start in range(len(names)):
+            if spot := self._spots.get(".".join(names[start:])):
+                return spot
+        raise self._untold(module, "a module that it does not know")
+
+    def _container(self, module: str) -> str | None:
+        """The experts' container that a flattened pair belongs to, by the card's name."""
+        name = _plain(re.sub(r"(\.base_layer)+$", "", module))
+        return next((known for known in self._containers if f".{name}".endswith(f".{known}")), None)
+
+    def _flattened(self, module: str) -> tuple[SiteGeometry, bool]:
+        """The site whose widths the pair has, and whether in and out are crossed."""
+        pair = self._pairs[module]
+        widths = self._header[pair["A"]]["shape"][1], self._header[pair["B"]]["shape"][0]
+        sites = self._containers[self._container(module) or ""]
+        straight = [site for site in sites if widths == (site.in_dim, site.out_dim)]
+        crossed = [site for site in sites if widths == (site.out_dim, site.in_dim)]
+        if straight and crossed:
+            version = [int(number) for number in re.findall(r"\d+", self._config["peft_version"])[:3]]
+            return (crossed[0], True) if version < [0, 19, 1] else (straight[0], False)
+        if not straight and not crossed:
+            raise self._untold(module, f"widths {widths}")
+        return (straight or crossed)[0], not straight
+
+    def _flattened_term(self, module: str, a: Array, b: Array) -> Term:
+        site, is_crossed = self._flattened(module)
+        by_expert = a.reshape(site.num_experts, -1, a.shape[1])
+        b_by_expert = b.reshape(b.shape[0], -1, site.num_experts).transpose(2, 0, 1)
+        parameter = "gate_up_proj" if site.site is Site.MOE_GATE_UP else "down_proj"
+        name = f"{_plain(re.sub(r'(.base_layer)+$', '', module))}.{parameter}"
+        scale = self._scale(name, by_expert.shape[1])
+        if is_crossed:
+            by_expert, b_by_expert = b_by_expert.transpose(0, 2, 1), by_expert.transpose(0, 2, 1)
+        return Term(Spot(site, None, 0, site.out_dim), scale, by_expert, b_by_expert)
+
+    # Scale
+
+    def _scale(self, module: str, rank: int) -> float:
+        if self._is_mlx:
+            return float(self._config["lora_parameters"]["scale"])
+        alpha = self._config.get("lora_alpha")
+        alpha = 8.0 if alpha is None else alpha
+        for pattern, value in (self._config.get("alpha_pattern") or {}).items():
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in self._names(module)):
+                alpha = value
+                break
+        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _names(self, module: str) -> Iterator[str]:
+        """What patterns are held against: the module, or its weight where that is what the config targets."""
+        weight = f"{module}.weight"
+        targets = self._config.get("target_parameters") or ()
+        yield weight if any(f".{weight}".endswith(f".{target}") for target in targets) else module
+
+    def _untold(self, what: str, why: str) -> AdapterInvalid:
+        return AdapterInvalid(f"{self._path.name}: {what}: found {why}; wanted one that the self-test can read too")
+
+
+def _json(file: str, data: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(data.decode("utf-8", "replace")))
+    except (ValueError, RecursionError) as error:
+        raise AdapterInvalid(f"{file}: JSON: found {error}; wanted what a second reader reads alike") from None
+
+
+def _plain(module: str) -> str:
+    """A module's name without what training wrapped around its parents, and without the prefixes of the whole."""
+    names = [name for name in module.split(".") if name not in _WRAPPERS]
+    while names[:2] == ["model", "model"]:
+        names = names[1:]
+    return ".".join(names)
+
+
+def _spots(card: BaseCard) -> Iterator[tuple[str, Spot]]:
+    """Every name of every projection: alone, joined with its neighbours, stacked over experts; old spellings too."""
+    for site in card.sites:
+        for part in site.parts:
+            parent, _, leaf = part.module.rpartition(".")
+            span = (part.out_offset, part.out_offset + part.out_dim)
+            yield from _named(site, parent, leaf, span)
+            if not part.out_offset and len(site.parts) > 1:
+                joined = "qkv_proj" if site.site is Site.QKV else "gate_up_proj"
+                yield from _named(site, parent, joined, (0, site.out_dim))
+
+
+def _named(site: SiteGeometry, parent: str, leaf: str, span: tuple[int, int]) -> Iterator[tuple[str, Spot]]:
+    today = {old: new for new, old in _OLD_LEAVES.items()}.get(leaf, leaf) if site.num_experts else leaf
+    for where in _both(parent):
+        for name in (today, _OLD_LEAVES.get(today, today)) if site.num_experts else (leaf,):
+            for expert in range(site.num_experts):
+                yield f"{where.replace('{expert}', str(expert))}.{name}", Spot(site, expert, *span)
+            if site.num_experts:
+                container = where.removesuffix(".{expert}")
+                yield f"{container}.{name}", Spot(site, None, *span)
+                if name != today:
+                    yield f"{container.removesuffix('.experts')}.{name}", Spot(site, None, *span)
+            else:
+                yield f"{where}.{name}", Spot(site, 0, *span)
+
+
+def _containers(card: BaseCard) -> dict[str, list[SiteGeometry]]:
+    found: dict[str, list[SiteGeometry]] = defaultdict(list)
+    for site in card.sites:
+        if site.num_experts:
+            for container in _both(site.parts[0].module.partition(".{expert}")[0]):
+                found[container].append(site)
+    return found
+
+
+def _both(name: str) -> tuple[str, str]:
+    """A name of an MLP, or of what is in it, as it is today and as it was in earlier Mixtral."""
+    today = name.replace(".block_sparse_moe", ".mlp")
+    return today, today.replace(".mlp", ".block_sparse_moe")
+
+
+def _wide(dtype: str, raw: Array) -> Array:
+    """Bytes to float64, by the formats' definitions."""
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype in ("F64", "F32", "F16"):
+        return raw.view(f"<f{int(dtype[1:]) // 8}").astype(np.float64)
+    raise AdapterInvalid(f"dtype {dtype}: found no definition of it; wanted F64, F32, BF16 or F16")
