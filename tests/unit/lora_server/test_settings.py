@@ -26,7 +26,7 @@ def test_what_is_not_said_is_derived(environment: pytest.MonkeyPatch) -> None:
     settings = read(Settings)
     assert settings.id == "g"
     assert settings.slots == 100
-    assert settings.cache == Path(".var/cache/g")
+    assert settings.cache == Path(".var/cache")
     assert settings.link_backends == ("shm", "tcp")
 
 

@@ -1,5 +1,6 @@
 """The pool end to end over a directory store: right bytes to the right rows, and every way a load can end."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ class House:
         moe: bool = False,
         limits: Limits | None = None,
         threads: int = 2,
+        fetch_threads: int = 2,
+        host_bytes: int = 0,
     ) -> AdapterPool:
         card = MOE_CARD if moe else CARD
         config = PoolConfig(
@@ -53,7 +56,9 @@ class House:
             num_slots=num_slots,
             cache_dir=self.work / "cache",
             cache_bytes=1 << 20,
+            host_bytes=host_bytes,
             loader_threads=threads,
+            fetch_threads=fetch_threads,
             limits=limits or Limits(),
         )
         pool = AdapterPool(config, self.blobs, self.kernels, on_death=self.deaths.append)
@@ -168,7 +173,7 @@ def test_a_load_that_nobody_wants_any_more_ends_and_leaves_nothing(house: House)
 
 def test_a_load_is_cancelled_between_two_layers_and_its_memory_comes_back(house: House) -> None:
     adapter = house.pack(1)
-    pool = house.pool(threads=1)
+    pool = house.pool(threads=1, fetch_threads=1)
     told = Told()
     in_layer_1, may_go_on = threading.Event(), threading.Event()
 
@@ -213,6 +218,119 @@ def test_a_missing_adapter_fails_and_is_not_asked_for_again_at_once(house: House
     pool.lease("engine", MISSING, second)
     assert isinstance(second.lost(), AdapterFailed)
     assert len(house.blobs.reads) == reads
+
+
+def test_all_who_wait_are_told_of_one_failure_and_the_next_to_ask_finds_the_store_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinilora.pool.loader.RETRY_AFTER_S", ())
+    adapter = house.pack(1)
+    pool = house.pool()
+    house.blobs.failures_left = 1
+    house.blobs.gate.clear()
+    everyone = [Told() for _ in range(20)]
+    for i, told in enumerate(everyone):
+        pool.lease(f"engine-{i}", adapter.digest, told)
+    pool.drop("engine-0")
+    house.blobs.gate.set()
+    errors = {id(told.lost()) for told in everyone[1:]}
+    assert len(errors) == 1
+    assert not everyone[0].states
+    assert len(house.blobs.reads) == 1
+
+    def is_had() -> bool:
+        told = Told()
+        pool.lease("engine", adapter.digest, told)
+        return told.wait(lambda s: s.is_resident or s.error is not None).error is None
+
+    wait_until(is_had, "the store to be asked again")
+
+
+def test_fetches_that_hang_do_not_hold_up_what_is_in_the_cache(house: House) -> None:
+    cached, hung = house.pack(1), [house.pack(2), house.pack(3)]
+    first = house.pool()
+    leased(first, cached.digest)
+    wait_until((house.work / "cache" / f"{cached.digest[7:]}.safetensors").exists, "the cache file")
+    pool = house.pool(threads=1, fetch_threads=2)
+    house.blobs.gate.clear()
+    told = [Told(), Told()]
+    for adapter, ear in zip(hung, told, strict=True):
+        pool.lease("engine", adapter.digest, ear)
+    for _ in hung:
+        assert house.blobs.arrived.acquire(timeout=5)
+    assert leased(pool, cached.digest).is_resident
+    assert not any(ear.states for ear in told)
+    house.blobs.gate.set()
+    for ear in told:
+        assert ear.resident().is_resident
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_what_is_forgotten_leaves_slot_host_and_disk_once_nobody_leases_it(house: House, is_leased: bool) -> None:
+    adapter, other = house.pack(1), house.pack(2)
+    pool = house.pool(host_bytes=1 << 20)
+    leased(pool, other.digest)
+    wait_until((house.work / "cache" / f"{other.digest[7:]}.safetensors").exists, "the other's file")
+    rest = pool.tier_bytes(), pool.load().bytes_free
+    leased(pool, adapter.digest)
+    wait_until((house.work / "cache" / f"{adapter.digest[7:]}.safetensors").exists, "the cache file")
+    assert all(now > before for now, before in zip(pool.tier_bytes().values(), rest[0].values(), strict=True))
+    if is_leased:
+        pool.forget(adapter.digest)
+        assert adapter.digest in pool.resident()
+        assert leased(pool, adapter.digest, "late").is_resident, "what runs on it is not cut short"
+        pool.release("late", adapter.digest)
+        pool.release("engine", adapter.digest)
+    else:
+        pool.release("engine", adapter.digest)
+        pool.forget(adapter.digest)
+    wait_until(lambda: (pool.tier_bytes(), pool.load().bytes_free) == rest, "every tier to be empty of it")
+    assert pool.resident() == (other.digest,)
+    pool.forget(adapter.digest)
+    house.blobs.reads.clear()
+    assert leased(pool, adapter.digest).is_resident
+    assert house.blobs.reads
+
+
+def test_a_pin_takes_back_what_was_to_be_forgotten(house: House) -> None:
+    adapter = house.pack(1)
+    pool = house.pool()
+    leased(pool, adapter.digest)
+    pool.forget(adapter.digest)
+    pool.pin(adapter.digest, pinned=True)
+    pool.release("engine", adapter.digest)
+    assert pool.resident() == (adapter.digest,)
+
+
+def test_a_load_from_the_host_tier_is_the_same_and_asks_neither_disk_nor_store(house: House) -> None:
+    adapter, other = house.pack(1), house.pack(2)
+    pool = house.pool(num_slots=1, host_bytes=1 << 20)
+    leased(pool, adapter.digest)
+    pool.release("engine", adapter.digest)
+    leased(pool, other.digest)
+    pool.release("engine", other.digest)
+    shutil.rmtree(house.work / "cache")
+    house.blobs.failures_left = 1000
+    state = leased(pool, adapter.digest)
+    x = rows_of(3, cols=CARD.hidden_dim)
+    out = torch.empty(3, CARD.geometry()[2, Site.GATE_UP].out_dim)
+    work = StepWork(1, [TenancyRows(0, 3, state.slot, state.slot_generation)])
+    execute(pool.kernels, pool.grants("engine"), work, SiteCall(2, Site.GATE_UP, 0, x, out))
+    np.testing.assert_allclose(out, adapter.delta(2, Site.GATE_UP, x.numpy()), atol=1e-5)
+
+
+def test_when_pins_hold_every_slot_a_lease_is_refused_at_once_and_says_why(house: House) -> None:
+    pinned, other = house.pack(1), house.pack(2)
+    pool = house.pool(num_slots=1)
+    pool.pin(pinned.digest, pinned=True)
+    wait_until(lambda: pool.resident() == (pinned.digest,), "the pin to be followed")
+    told = Told()
+    pool.lease("engine", other.digest, told)
+    error = told.lost()
+    assert isinstance(error, Overloaded)
+    assert "all 1 of this pool hold pinned adapters" in str(error)
+    pool.pin(pinned.digest, pinned=False)
+    assert leased(pool, other.digest).is_resident
 
 
 def corrupt(path: Path, offset: int = -1) -> None:

@@ -5,23 +5,27 @@ layers come, verified and bound, one by one. There is one load for a digest at a
 piece of work (the manifest, or one layer) and puts it behind the others, so that a large adapter never keeps a small
 one waiting for longer than a layer. A load that nobody wants is cancelled between two layers.
 
+There are two lanes, each with threads of its own: *near* for what this host has, *far* for what waits for the store. A
+load begins near and changes over once. So a store that hangs never holds up an adapter that is in the cache.
+
 Callbacks come from the loader's threads with no lock of the loader held.
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from infinilora.kernels.batch import SiteWeights
 from infinilora.pool.bind import site_weights
-from infinilora.pool.tiers import PackedSource, Tiers
+from infinilora.pool.tiers import NotNear, PackedSource, Tiers
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.weights.packed import PackedHeader, packed_ranges
@@ -29,7 +33,14 @@ from infinilora.weights.packed import PackedHeader, packed_ranges
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Pauses between attempts while the store is unavailable; then the load fails. Progress starts them anew."""
+"""Pauses between attempts while the store is unavailable, at most; then the load fails. Progress starts them anew."""
+
+
+class Lanes(NamedTuple):
+    """How many threads each lane has. Those of the far one mostly wait."""
+
+    near: int
+    far: int
 
 
 class Binder(Protocol):
@@ -65,6 +76,7 @@ class _Load:
     target: Target | None = None
     next_layer: int = 0
     attempts: int = 0
+    is_far: bool = False
     is_resting: bool = False
     is_running: bool = False
     is_cancelled: bool = False
@@ -78,7 +90,7 @@ class _Turn:
 
 
 class Loader:
-    """`_loads` holds every load that may still call back; each is resting, in the heap of turns, or with a thread."""
+    """`_loads` holds every load that may still call back; each is resting, in its lane's heap, or with a thread."""
 
     def __init__(
         self,
@@ -86,7 +98,7 @@ class Loader:
         kernels: Binder,
         listener: LoadListener,
         *,
-        num_threads: int,
+        lanes: Lanes,
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._tiers = tiers
@@ -95,12 +107,14 @@ class Loader:
         self._on_death = on_death
         self._changed = threading.Condition()
         self._loads: dict[Digest, _Load] = {}
-        self._turns: list[_Turn] = []
+        self._turns: tuple[list[_Turn], list[_Turn]] = ([], [])
         self._num_turns = 0
         self._num_stopping = 0
         self._is_closing = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"loader-{i}", daemon=True) for i in range(num_threads)
+            threading.Thread(target=self._run, args=(lane,), name=f"loader-{name}-{i}", daemon=True)
+            for lane, name in enumerate(lanes._fields)
+            for i in range(lanes[lane])
         ]
         for thread in self._threads:
             thread.start()
@@ -157,23 +171,23 @@ class Loader:
 
     def _schedule(self, load: _Load, pause_s: float) -> None:
         self._num_turns += 1
-        heappush(self._turns, _Turn(time.monotonic() + pause_s, self._num_turns, load))
-        self._changed.notify()
+        heappush(self._turns[load.is_far], _Turn(time.monotonic() + pause_s, self._num_turns, load))
+        self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _run(self, lane: int) -> None:
         try:
-            while load := self._next():
+            while load := self._next(self._turns[lane]):
                 self._work(load)
         except BaseException as error:
             self._on_death(error)
             raise
 
-    def _next(self) -> _Load | None:
+    def _next(self, turns: list[_Turn]) -> _Load | None:
         with self._changed:
             while not self._is_closing:
-                pause_s = self._turns[0].not_before - time.monotonic() if self._turns else None
+                pause_s = turns[0].not_before - time.monotonic() if turns else None
                 if pause_s is not None and pause_s <= 0:
-                    load = heappop(self._turns).load
+                    load = heappop(turns).load
                     if not load.is_cancelled:
                         load.is_running = True
                         return load
@@ -184,13 +198,17 @@ class Loader:
     def _work(self, load: _Load) -> None:
         try:
             if load.source is None:
-                load.source = source = self._tiers.open(load.digest)
+                opened = self._tiers.open_far if load.is_far else self._tiers.open_near
+                load.source = source = opened(load.digest)
                 load.attempts = 0
                 if self._end_turn(load):
                     self._listener.sized(load.digest, source.header)
             else:
                 assert load.target is not None
                 self._load_layer(load, load.source, load.target)
+        except NotNear:
+            load.is_far = True
+            self._end_turn(load)
         except Unavailable as error:
             self._try_again(load, error)
         except InfiniLoraError as error:
@@ -222,7 +240,8 @@ class Loader:
             self._fail(load, error)
             return
         load.attempts += 1
-        pause_s = RETRY_AFTER_S[load.attempts - 1]
+        # Many who wait for the same store do not come back to it all at once.
+        pause_s = RETRY_AFTER_S[load.attempts - 1] * (0.5 + secrets.randbelow(1000) / 2000)
         logger.info("store unavailable", extra={"adapter_id": load.digest, "pause_s": pause_s, "reason": str(error)})
         self._end_turn(load, pause_s=pause_s)
 
@@ -261,10 +280,12 @@ def _close(load: _Load) -> None:
 
 
 def _read_layer(source: PackedSource, layer: int, target: Tensor) -> None:
-    """Read into the pool's memory: straight on a CPU, through a host buffer elsewhere."""
-    if target.device.type == "cpu":
+    """Read into the pool's memory: out of the host tier if there is one, else straight on a CPU or through a buffer."""
+    if held := source.hold_layer(layer):
+        target.copy_(torch.frombuffer(held, dtype=torch.uint8))
+    elif target.device.type == "cpu":
         source.read_layer(layer, target.numpy().data)
-        return
-    host = torch.empty(target.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    source.read_layer(layer, host.numpy().data)
-    target.copy_(host)
+    else:
+        host = torch.empty(target.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        source.read_layer(layer, host.numpy().data)
+        target.copy_(host)

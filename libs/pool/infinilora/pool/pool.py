@@ -15,10 +15,12 @@ from typing import Protocol
 
 import torch
 
+from infinilora.pool.backoff import Failures
 from infinilora.pool.cache import DiskCache
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.holders import Holders, LeaseState, OnChange
-from infinilora.pool.loader import Binder, Loader, Target
+from infinilora.pool.host import HostTier
+from infinilora.pool.loader import Binder, Lanes, Loader, Target
 from infinilora.pool.pages import PageArena, Run
 from infinilora.pool.slots import SlotTable
 from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotState
@@ -27,15 +29,12 @@ from infinilora.pool.watch import NoWatch, PoolWatch
 from infinilora.protocol.adapter import Manifest
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import Digest, Fingerprint
-from infinilora.runtime.blobs import BlobStore
+from infinilora.runtime.blob_store import BlobStore
 from infinilora.weights.packed import PackedHeader
 
 __all__ = ["AdapterPool", "LeaseState", "OnChange", "PoolConfig", "PoolKernels", "PoolLoad"]
 
 logger = logging.getLogger(__name__)
-
-FAILURE_REMEMBERED_S = 3.0
-"""For so long a digest that failed is refused without another attempt: a broken adapter must not hammer the store."""
 
 
 class PoolKernels(Binder, SiteKernels, Protocol):
@@ -46,7 +45,12 @@ class PoolKernels(Binder, SiteKernels, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """How large a pool is and where it reads. `num_layers` is the base's, without lm_head."""
+    """How large a pool is and where it reads. `num_layers` is the base's, without lm_head.
+
+    `cache_dir` may be shared with other processes. `host_bytes`: 0 for no tier in host memory, which on a CPU would
+    only hold twice what the pool and the page cache hold already. Threads: `loader_threads` for what this host has,
+    `fetch_threads` for what waits for the store.
+    """
 
     base: Fingerprint
     num_layers: int
@@ -54,7 +58,9 @@ class PoolConfig:
     num_slots: int
     cache_dir: Path
     cache_bytes: int
+    host_bytes: int = 0
     loader_threads: int = 2
+    fetch_threads: int = 4
     device: torch.device | str = "cpu"
     limits: Limits = field(default_factory=Limits)
 
@@ -106,11 +112,13 @@ class AdapterPool:
         self._runs: dict[int, tuple[Run, ...]] = {}
         self._wanted: dict[Digest, _Wanted] = {}
         self._holders = Holders()
-        self._refused: dict[Digest, tuple[float, InfiniLoraError]] = {}
+        self._failures = Failures()
+        self._leaving: set[Digest] = set()
+        self._gone: set[Digest] = set()
         self._is_closed = False
-        self._cache = DiskCache(config.cache_dir, config.cache_bytes)
-        tiers = Tiers(blobs, self._cache)
-        self._loader = Loader(tiers, kernels, self, num_threads=config.loader_threads, on_death=on_death)
+        self._tiers = _tiers(config, blobs)
+        lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
+        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death)
         self._on_death = on_death
         self._timer = threading.Thread(target=self._keep_time, name="pool-timer", daemon=True)
         self._timer.start()
@@ -126,7 +134,7 @@ class AdapterPool:
         """Ask for a lease; returns at once. `on_change` is told of it, now if it can be granted now. Idempotent."""
         now = time.monotonic()
         with self._lock:
-            if error := self._known_failure(digest, now):
+            if error := self._failures.known(digest, now):
                 on_change(LeaseState(digest, error=error))
                 return
             try:
@@ -162,20 +170,32 @@ class AdapterPool:
     def stage(self, digest: Digest) -> None:
         now = time.monotonic()
         with self._lock:
-            if self._known_failure(digest, now) is None:
+            if self._failures.known(digest, now) is None:
+                self._leaving.discard(digest)
                 self._table.stage(digest)
                 self._want_waiting(digest)
                 self._carry_out(now)
 
     def evict(self, digest: Digest) -> None:
         with self._lock:
-            self._table.evict(digest)
-            if digest not in self._table.waiting and self._table.slot_of(digest) is None:
-                self._loader.cancel(digest)
+            self._evict(digest)
+            self._carry_out(time.monotonic())
+
+    def forget(self, digest: Digest) -> None:
+        """It is deleted: once nobody leases it, its slot and its copies in every tier of this host go.
+
+        Returns at once. A later `stage` or `pin` takes it back. Idempotent.
+        """
+        with self._lock:
+            self._table.pin(digest, pinned=False)
+            self._leaving.add(digest)
+            self._evict(digest)
             self._carry_out(time.monotonic())
 
     def pin(self, digest: Digest, *, pinned: bool) -> None:
         with self._lock:
+            if pinned:
+                self._leaving.discard(digest)
             self._table.pin(digest, pinned=pinned)
             self._want_waiting(digest)
             self._carry_out(time.monotonic())
@@ -207,6 +227,11 @@ class AdapterPool:
                 resident=self._table.resident(),
             )
 
+    def tier_bytes(self) -> dict[str, int]:
+        """What the tiers below the pool hold: `disk` (of all processes that share the directory) and `host`."""
+        host = self._tiers.host
+        return {"disk": self._tiers.cache.used_bytes, "host": host.used_bytes if host else 0}
+
     def check(self) -> None:
         """Raise AssertionError where books and memory disagree. `check_idle` for a pool that nobody uses."""
         with self._lock:
@@ -224,13 +249,12 @@ class AdapterPool:
         assert self._loader.num_loads == 0
 
     def close(self) -> None:
-        """Stop all threads and let go of the disk cache. Holders are told nothing more."""
+        """Stop all threads. Holders are told nothing more."""
         with self._lock:
             self._is_closed = True
             self._wake.notify_all()
         self._timer.join()
         self._loader.close()
-        self._cache.close()
 
     # From the loader's threads -------------------------------------------------------------------
 
@@ -262,6 +286,8 @@ class AdapterPool:
                 extra = {"adapter_id": slot.digest, "slot": slot.index, "staged_s": round(slot.reload_s, 4)}
                 logger.info("adapter resident", extra=extra | {"tier": tier})
                 self._watch.loaded(tier, slot.reload_s)
+                assert slot.digest is not None
+                self._failures.forgive(slot.digest)
                 self._carry_out(now)
 
     def failed(self, digest: Digest, error: InfiniLoraError) -> None:
@@ -295,8 +321,20 @@ class AdapterPool:
                     self._loader.cancel(decision.digest)
                     self._wanted.pop(decision.digest, None)
                     self._holders.lose(self._table.refuse(decision.digest), decision.digest, decision.error)
-        if self._table.waiting:
+        for digest in [d for d in self._leaving if not self._has(d)]:
+            self._leaving.remove(digest)
+            self._gone.add(digest)
+        if self._table.waiting or self._gone:
             self._wake.notify_all()
+
+    def _has(self, digest: Digest) -> bool:
+        """Whether it waits, has a slot, or has one that is still being emptied."""
+        return digest in self._table.waiting or any(slot.digest == digest for slot in self._table.slots)
+
+    def _evict(self, digest: Digest) -> None:
+        self._table.evict(digest)
+        if digest not in self._table.waiting and self._table.slot_of(digest) is None:
+            self._loader.cancel(digest)
 
     def _place(self, decision: Place, now: float) -> None:
         digest = decision.digest
@@ -322,7 +360,7 @@ class AdapterPool:
         self._table.emptied(slot, slot_generation)
 
     def _lose(self, digest: Digest, error: InfiniLoraError, now: float) -> None:
-        self._refused[digest] = (now + FAILURE_REMEMBERED_S, error)
+        self._failures.note(digest, error, now, secrets.randbelow(1000) / 1000)
         slot = self._table.slot_of(digest)
         holders, drain = self._table.failed(digest)
         self._holders.lose(holders, digest, error, slot)
@@ -334,6 +372,8 @@ class AdapterPool:
         slot = self._table.slot_of(digest)
         self._table.release(holder, digest, now)
         self._holders.forget(holder, digest, slot)
+        if digest in self._leaving:
+            self._table.evict(digest)
         if slot is None and digest not in self._table.waiting:
             self._loader.cancel(digest)
             self._wanted.pop(digest, None)
@@ -346,11 +386,6 @@ class AdapterPool:
         if digest in self._table.waiting:
             self._loader.want(digest)
 
-    def _known_failure(self, digest: Digest, now: float) -> InfiniLoraError | None:
-        for known in [d for d, (until, _) in self._refused.items() if until <= now]:
-            del self._refused[known]
-        return self._refused[digest][1] if digest in self._refused else None
-
     def _misfit(self, digest: Digest, header: PackedHeader) -> InfiniLoraError | None:
         found, wanted = header.manifest, self._config
         if found.base != wanted.base:
@@ -360,23 +395,35 @@ class AdapterPool:
         return None
 
     def _keep_time(self) -> None:
-        """Wait for the table's next deadline and let it decide."""
+        """Let the table decide at its deadlines, and empty the tiers of what has left: disks are slow, locks short."""
         try:
-            with self._wake:
-                while not self._is_closed:
-                    now = time.monotonic()
-                    deadline = self._table.next_deadline(now)
-                    self._wake.wait(None if deadline is None else max(0.0, deadline - now))
-                    if not self._is_closed:
-                        self._time_passed()
+            while (gone := self._wait()) is not None:
+                for digest in gone:
+                    self._tiers.forget(digest)
+                    logger.info("adapter forgotten", extra={"adapter_id": digest})
         except BaseException as error:
             self._on_death(error)
             raise
 
-    def _time_passed(self) -> None:
-        now = time.monotonic()
-        if self._table.waiting:
-            self._carry_out(now)
+    def _wait(self) -> set[Digest] | None:
+        """What is to leave the tiers now (maybe nothing); None once the pool is closed."""
+        with self._wake:
+            if not self._gone and not self._is_closed:
+                now = time.monotonic()
+                deadline = self._table.next_deadline(now)
+                self._wake.wait(None if deadline is None else max(0.0, deadline - now))
+            if self._is_closed:
+                return None
+            if self._table.waiting:
+                self._carry_out(time.monotonic())
+            gone, self._gone = self._gone, set()
+            return gone
+
+
+def _tiers(config: PoolConfig, blobs: BlobStore) -> Tiers:
+    is_pinned = torch.device(config.device).type == "cuda"
+    host = HostTier(config.host_bytes, is_pinned=is_pinned) if config.host_bytes else None
+    return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host)
 
 
 def _layer_bytes(manifest: Manifest) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ The queue: waiting digests in order of arrival. One that cannot be placed now (t
 a size not yet known) is passed by later ones. It *ages* when it has been passed `max_bypass` times or has waited
 `age_after_s`: from then on no later one is placed before it, and what comes free is kept for it. One that has waited
 `max_wait_s` is refused as overloaded. So nobody starves and nobody blocks for long: once its size is known, a lease is
-passed at most `max_bypass` times, and granted or refused within `max_wait_s`. Hints (digests that nobody leases, only
-asked to be staged) come after all leases, never age, and never push out a leased, pinned or hinted adapter.
+passed at most `max_bypass` times, and granted or refused within `max_wait_s`. What pins alone leave no room for is
+refused at once. Hints (digests that nobody leases, only asked to be staged) come after all leases, never age, and never
+push out a leased, pinned or hinted adapter.
 
 The caller asks `decide` for one decision at a time, acts, and reports with `place`, `no_room`, `emptied`, `refuse`.
 """
@@ -197,6 +198,11 @@ class SlotTable:
     def _why_hopeless(self, entry: Waiting, now: float) -> InfiniLoraError | None:
         if self.is_draining:
             return _draining()
+        if self._num_pinned(without=entry.digest) == len(self.slots):
+            return Overloaded(
+                f"adapter {entry.digest} needs a slot; all {len(self.slots)} of this pool hold pinned adapters: "
+                "unpin one or raise num_slots"
+            )
         if entry.num_bytes is None:
             return None
         wanted = f"adapter {entry.digest} needs {entry.num_bytes} bytes"
@@ -283,6 +289,9 @@ class SlotTable:
 
     def pinned_bytes(self, *, without: Digest | None = None) -> int:
         return sum(s.num_bytes for d, s in self._live.items() if d in self.pins and d != without)
+
+    def _num_pinned(self, *, without: Digest) -> int:
+        return sum(digest in self.pins and digest != without for digest in self._live)
 
     def candidates(self, now: float, *, for_hint: bool) -> list[Candidate]:
         """What eviction is told of each adapter that is or will be resident."""

@@ -1,21 +1,23 @@
-"""Where an adapter's bytes come from: the local disk cache if it has them, else the object store, by ranges.
+"""Where an adapter's bytes come from: the host's memory, else its disk cache, else the object store, by ranges.
 
-    DiskCache  --read-->  verified layer in the pool's memory  <--ranged GET--  BlobStore
-        ^------------------- written as it passes ------------------------------'
+    HostTier  --copy-->
+    DiskCache --read-->  verified layer in the pool's memory  <--ranged GET--  BlobStore
+        ^--------- both written as it passes --------------------------------------'
 
-Every block is checked against its sha256 as it is read, wherever it came from: a wrong cache file is dropped and the
-store asked instead, a wrong store object is `AdapterFailed`. The operating system's page cache is the host tier.
-Blocking: called from loader threads. Knows no slot.
+Every block is checked against its sha256 as it is read from disk or store: a wrong cache file is dropped and the store
+asked instead, a wrong store object is `AdapterFailed`. What is *near* never waits for the network; what is not there
+raises `NotNear`, and the caller asks again where it may wait. Blocking: called from loader threads. Knows no slot.
 """
 
 import logging
 from collections.abc import Callable
 
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
+from infinilora.pool.host import HostAdapter, HostTier
 from infinilora.protocol import keys
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
-from infinilora.runtime.blobs import BlobStore
+from infinilora.runtime.blob_store import BlobStore
 from infinilora.weights.packed import PackedHeader, packed_ranges, verify
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,10 @@ MOST_READ_BYTES = 8 << 20
 """A ranged GET asks for at least so much while there is more, twice as much each time: the first layer comes soon, and
 an adapter of 10 MB in four requests."""
 LENGTH_BYTES = 8
+
+
+class NotNear(Exception):
+    """The bytes are not on this host, or no longer: the next call will ask the store."""
 
 
 class _StoreReader:
@@ -44,7 +50,7 @@ class _StoreReader:
             try:
                 self._held = self._blobs.get_range(self._name, offset, max(num_bytes, self._ahead_bytes))
             except FileNotFoundError as error:
-                raise AdapterFailed(f"{self._name} is not in the object store: {error}") from error
+                raise AdapterFailed(f"{self._name} is not in the object store") from error
             self._ahead_bytes = min(2 * self._ahead_bytes, MOST_READ_BYTES)
             self._start, skip = offset, 0
         return memoryview(self._held)[skip : skip + num_bytes]
@@ -54,18 +60,24 @@ class PackedSource:
     """One packed adapter, open. Used by one thread at a time; `close` it."""
 
     def __init__(
-        self, digest: Digest, header: PackedHeader, cached: CachedFile | None, store: _StoreReader, cache: DiskCache
+        self, tiers: "Tiers", header: PackedHeader, store: _StoreReader, near: HostAdapter | CachedFile | None = None
     ) -> None:
-        self.digest = digest
+        """`near`: where it is read; None for the store. It is closed with the source."""
         self.header = header
-        self._cached = cached
+        self._tiers = tiers
+        self._digest = header.digest
         self._store = store
-        self._cache = cache
+        self._host = near if isinstance(near, HostAdapter) else None
+        self._cached = near if isinstance(near, CachedFile) else None
         self._writer: CacheWriter | None = None
+        self._is_from_host = self._host is not None
+        self._may_begin_host = self._host is None
 
     @property
     def tier(self) -> str:
-        """Where its bytes come from: `disk` or `store`."""
+        """Where its bytes come from: `host`, `disk` or `store`."""
+        if self._is_from_host:
+            return "host"
         return "disk" if self._cached else "store"
 
     def layer_span(self, layer: int) -> tuple[int, int]:
@@ -76,15 +88,37 @@ class PackedSource:
         start = ranges[0][1]
         return start, ranges[-1][1] + ranges[-1][2] - start
 
-    def read_layer(self, layer: int, into: memoryview) -> None:
-        """Fill `into` with the layer's bytes, verified. Raises AdapterFailed, or Unavailable (try again)."""
+    def hold_layer(self, layer: int) -> memoryview | None:
+        """The layer as it lies in the host tier, verified; None where that has no place for it. Raises as `read_layer`.
+
+        Valid until `close`.
+        """
+        if self._may_begin_host and self._tiers.host:
+            self._host = self._tiers.host.begin(self._digest, self.header)
+        self._may_begin_host = False
         start, num_bytes = self.layer_span(layer)
-        if num_bytes == 0 or self._read_cached(layer, start, into):
+        if self._host is None or not num_bytes:
+            return None
+        held = self._host.span(start, num_bytes)
+        if not self._is_from_host:
+            self.read_layer(layer, held)
+        return held
+
+    def read_layer(self, layer: int, into: memoryview) -> None:
+        """Fill `into` with the layer's bytes, verified, from disk or store.
+
+        Raises NotNear (a cached file was wrong; the next call asks the store), AdapterFailed, Unavailable (try again).
+        """
+        start, num_bytes = self.layer_span(layer)
+        if num_bytes == 0:
+            return
+        if self._cached:
+            self._read_cached(self._cached, layer, start, into)
             return
         data = self._store.read(start, num_bytes)
         if len(data) != num_bytes:
             raise AdapterFailed(
-                f"packed file of {self.digest} ends within layer {layer}: found {len(data)} bytes, wanted {num_bytes}"
+                f"packed file of {self._digest} ends within layer {layer}: found {len(data)} bytes, wanted {num_bytes}"
             )
         into[:] = data
         self._verify(layer, into)
@@ -92,37 +126,39 @@ class PackedSource:
             self._writer.write(start, into)
 
     def begin_caching(self) -> None:
-        """Write what comes from the store into the cache, header first. Before the first `read_layer`."""
-        if self._cached is None:
-            self._writer = self._cache.writer(self.digest, self.header.file_bytes)
+        """Write what comes from the store into the cache, header first. Before the first layer is read."""
+        self._writer = self._tiers.cache.writer(self._digest, self.header.file_bytes)
         if self._writer:
             self._writer.write(0, self._store.read(0, self.header.data_start))
 
     def commit(self) -> None:
-        """Every layer has been read: keep the file in the cache, if it is not from there."""
+        """Every layer has been read: keep the file in the tiers that it is not from."""
         if self._writer:
             self._writer.commit()
+        if self._host and self._tiers.host and not self._is_from_host:
+            self._tiers.host.keep(self._host)
 
     def close(self) -> None:
+        if self._host and self._tiers.host:
+            self._tiers.host.close(self._host)
+            self._host = None
         if self._cached:
             self._cached.close()
             self._cached = None
         if self._writer:
             self._writer.abandon()
 
-    def _read_cached(self, layer: int, start: int, into: memoryview) -> bool:
-        if self._cached is None:
-            return False
+    def _read_cached(self, cached: CachedFile, layer: int, start: int, into: memoryview) -> None:
         try:
-            if self._cached.read_into(start, into):
+            if cached.read_into(start, into):
                 self._verify(layer, into)
-                return True
+                return
         except AdapterFailed as error:
-            logger.warning("cache file corrupt", extra={"adapter_id": self.digest, "reason": error.message})
-        self._cache.drop(self.digest)
-        self._cached.close()
+            logger.warning("cache file corrupt", extra={"adapter_id": self._digest, "reason": error.message})
+        self._tiers.cache.drop(self._digest)
+        cached.close()
         self._cached = None
-        return False
+        raise NotNear
 
     def _verify(self, layer: int, data: memoryview) -> None:
         at = 0
@@ -134,28 +170,43 @@ class PackedSource:
 
 
 class Tiers:
-    """Opens adapters by digest. Thread-safe."""
+    """Opens adapters by digest, and forgets them. Thread-safe."""
 
-    def __init__(self, blobs: BlobStore, cache: DiskCache) -> None:
+    def __init__(self, blobs: BlobStore, cache: DiskCache, host: HostTier | None = None) -> None:
         self._blobs = blobs
-        self._cache = cache
+        self.cache = cache
+        self.host = host
 
-    def open(self, digest: Digest) -> PackedSource:
-        """Read and check the header. Raises AdapterFailed, or Unavailable (try again)."""
+    def open_near(self, digest: Digest) -> PackedSource:
+        """From this host's memory or disk. Raises NotNear."""
         store = _StoreReader(self._blobs, digest)
-        if cached := self._cache.open(digest):
-            try:
-                header = _read_header(digest, lambda at, n: _read_exactly(cached, at, n))
-            except AdapterFailed as error:
-                logger.warning("cache file corrupt", extra={"adapter_id": digest, "reason": error.message})
-                self._cache.drop(digest)
-                cached.close()
-            else:
-                return PackedSource(digest, header, cached, store, self._cache)
+        if self.host and (held := self.host.open(digest)):
+            return PackedSource(self, held.header, store, held)
+        cached = self.cache.open(digest)
+        if cached is None:
+            raise NotNear
+        try:
+            header = _read_header(digest, lambda at, n: _read_exactly(cached, at, n))
+        except AdapterFailed as error:
+            logger.warning("cache file corrupt", extra={"adapter_id": digest, "reason": error.message})
+            self.cache.drop(digest)
+            cached.close()
+            raise NotNear from error
+        return PackedSource(self, header, store, cached)
+
+    def open_far(self, digest: Digest) -> PackedSource:
+        """From the store. Raises AdapterFailed, or Unavailable (try again)."""
+        store = _StoreReader(self._blobs, digest)
         header = _read_header(digest, lambda at, n: bytes(store.read(at, n)))
-        source = PackedSource(digest, header, None, store, self._cache)
+        source = PackedSource(self, header, store)
         source.begin_caching()
         return source
+
+    def forget(self, digest: Digest) -> None:
+        """Remove it from every tier of this host. What is open is read to its end. Idempotent."""
+        if self.host:
+            self.host.forget(digest)
+        self.cache.forget(digest)
 
 
 def _read_header(digest: Digest, read: Callable[[int, int], bytes]) -> PackedHeader:

@@ -1,11 +1,12 @@
-"""What the leading coordinator may order: stage, evict, pin, drain. Hints to the pool; none breaks a lease."""
+"""What the leading coordinator may order: stage, evict, pin, drain, forget. None breaks a lease."""
 
 import logging
+from typing import assert_never
 
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
-from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Pin, Stage
-from infinilora.protocol.errors import InvalidRequest, StaleEpoch, Unavailable
+from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Forget, Pin, Stage
+from infinilora.protocol.errors import StaleEpoch, Unavailable
 from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,12 @@ class Commands:
                 self._pool.evict(digest)
             case Pin(digest=digest, pinned=pinned):
                 self._pool.pin(digest, pinned=pinned)
+            case Forget(digest=digest):
+                self._pool.forget(digest)
             case Drain(draining=draining):
                 self._drain(draining=draining or self._is_stopping)
-            case other:
-                wanted = "stage, evict, pin or drain"
-                raise InvalidRequest(f"a LoRA server takes no {type(other).__name__.lower()} command; wanted {wanted}")
+            case _:
+                assert_never(command.body)
         logger.info("command", extra={"body": type(command.body).__name__, "epoch": command.epoch})
         return CommandReply(command_id=command.command_id)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.leases import LoraServer
@@ -77,4 +78,10 @@ def show_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer)
     metrics.resident.set_function(lambda: len(pool.load().resident))
     metrics.leases.set_function(lambda: pool.load().leases)
     metrics.waiting.set_function(lambda: pool.load().waiting)
+    for tier in ("disk", "host"):
+        metrics.tier_bytes.labels(tier=tier).set_function(partial(_tier_bytes, pool, tier))
     metrics.links.set_function(lambda: len(server.open_links))
+
+
+def _tier_bytes(pool: AdapterPool, tier: str) -> int:
+    return pool.tier_bytes()[tier]

@@ -32,7 +32,13 @@ class Settings(Common):
     """Memory for adapters, at their true ranks."""
     num_slots: int = Field(default=0, ge=0)
     """0: one for each MiB of the pool, 16 at least and 1024 at most."""
+    host_bytes: int = Field(default=0, ge=0)
+    """Memory of this machine for whole adapters, between the pool's and the disk. 0: none, which on a CPU is best: the
+    pool is in the same memory."""
     loader_threads: int = Field(default=2, ge=1)
+    """That bring adapters from this machine's memory and disk."""
+    fetch_threads: int = Field(default=4, ge=1)
+    """That bring adapters from the store; most of the time they wait for it."""
     max_bypass: int = Field(default=16, ge=1)
     """How often a waiting adapter is passed by later ones that fit."""
     age_after_s: float = Field(default=2.0, gt=0)
@@ -40,8 +46,9 @@ class Settings(Common):
     """A lease that could not be granted by then is refused as overloaded."""
 
     cache_dir: Path | None = None
-    """Packed files on a local disk; `var_dir/cache/<server_id>` if not set."""
+    """Packed files on a local disk; all processes of a machine may share it. `var_dir/cache` if not set."""
     cache_bytes: int = Field(default=4 << 30, ge=0)
+    """Of the whole directory, whoever wrote them. 0: no cache."""
 
     link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")
     link_dir: Path | None = None
@@ -67,4 +74,4 @@ class Settings(Common):
 
     @property
     def cache(self) -> Path:
-        return self.cache_dir or self.var_dir / "cache" / self.id
+        return self.cache_dir or self.var_dir / "cache"

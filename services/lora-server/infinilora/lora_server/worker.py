@@ -78,9 +78,7 @@ async def serve(settings: Settings, service: Service) -> None:
 async def _reach_out(settings: Settings, stack: AsyncExitStack) -> _Around:
     bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.id))
     members = Members(bus, kinds=("engine",), interval_s=settings.beat_ms / 1000)
-    blobs = open_blobs(
-        settings.store_url, access_key=settings.s3_access_key, secret_key=settings.s3_secret_key.get_secret_value()
-    )
+    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
     store = await stack.enter_async_context(RedisStore(settings.redis_url))
     return _Around(blobs, bus, await stack.enter_async_context(members), store)
 
@@ -100,7 +98,9 @@ def _pool(
         num_slots=num_slots,
         cache_dir=settings.cache,
         cache_bytes=settings.cache_bytes,
+        host_bytes=settings.host_bytes,
         loader_threads=settings.loader_threads,
+        fetch_threads=settings.fetch_threads,
         device=settings.device,
         limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
     )

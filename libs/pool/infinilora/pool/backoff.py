@@ -1,0 +1,63 @@
+"""How long to leave alone what has just failed. Pure: told the time and the dice.
+
+Everybody who waits for the same thing is told of one failure; whoever asks again within the pause is told the same
+without another attempt. An adapter that is broken is left alone for longer and longer; a store that is away, only for
+a moment: the next request is to find out whether it is back.
+"""
+
+from dataclasses import dataclass
+
+from infinilora.protocol.errors import InfiniLoraError, Unavailable
+from infinilora.protocol.ids import Digest
+
+MAX_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses that double from `first_s` to `most_s`."""
+
+    first_s: float
+    most_s: float
+
+    def pause_s(self, attempt: int, dice: float) -> float:
+        """After the failed attempt of this number (from 0). `dice` in [0, 1) spreads it over the upper half."""
+        whole = min(self.most_s, self.first_s * 2.0 ** min(attempt, 64))
+        return whole * (0.5 + 0.5 * dice)
+
+
+BROKEN = Backoff(3.0, 60.0)
+"""An adapter that is missing, damaged or does not fit."""
+AWAY = Backoff(0.25, 0.25)
+"""A store that does not answer, or not for us."""
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: InfiniLoraError
+    attempts: int
+    until: float
+
+
+class Failures:
+    """What failed and is not to be tried again yet; at most MAX_REMEMBERED, the oldest forgotten first."""
+
+    def __init__(self) -> None:
+        self._failures: dict[Digest, _Failure] = {}
+
+    def note(self, digest: Digest, error: InfiniLoraError, now: float, dice: float) -> None:
+        before = self._failures.pop(digest, None)
+        attempts = before.attempts + 1 if before else 0
+        backoff = AWAY if isinstance(error, Unavailable) else BROKEN
+        self._failures[digest] = _Failure(error, attempts, now + backoff.pause_s(attempts, dice))
+        if len(self._failures) > MAX_REMEMBERED:
+            del self._failures[next(iter(self._failures))]
+
+    def known(self, digest: Digest, now: float) -> InfiniLoraError | None:
+        """Why it failed, if that is too recent for another attempt."""
+        failure = self._failures.get(digest)
+        return failure.error if failure and now < failure.until else None
+
+    def forgive(self, digest: Digest) -> None:
+        """It was had after all: its next failure is its first."""
+        self._failures.pop(digest, None)
