@@ -1,5 +1,6 @@
 """Files that PEFT itself writes, for every family: the packed deltas are those PEFT adds to the weights."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from safetensors.numpy import load_file, save_file
 
 from infinilora.protocol.adapter import BaseCard
 from infinilora.weights.synth import write_peft_adapter
@@ -196,3 +198,58 @@ def test_peft_loads_what_synth_writes(tmp_path: Path, family: str, dtype: str) -
     assert found.keys() == wanted.keys()
     assert np.abs(wanted["model.layers.1.mlp.down_proj"]).max() > 0.01
     assert largest_difference(found, wanted) < 1e-6
+
+
+def load(family: str, directory: Path) -> Deltas:
+    """What PEFT adds with these files; a key that it would drop fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*adapter keys.*")
+        return deltas_of(PeftModel.from_pretrained(base_model(family), str(directory)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": None},
+        {"lora_alpha": 3.5, "use_rslora": True, "init_lora_weights": "eva"},
+        {"rank_pattern": {r"layers\.1\..*": 4, "q_proj": 9}, "alpha_pattern": {"v_proj": 1, "self_attn.v_proj": 5}},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"], "fan_in_fan_out": True},
+        {"target_modules": r".*self_attn\.(q|v)_proj", "layers_to_transform": None, "bias": "none"},
+    ],
+    ids=["absent", "rslora", "patterns", "layers", "regex"],
+)
+def test_configs_mean_what_peft_reads_in_them(tmp_path: Path, config: dict[str, Any]) -> None:
+    card = card_of("llama")
+    write_peft_adapter(tmp_path, card, rank=9, seed=4, targets=["q_proj", "v_proj"])
+    keep_ranks(tmp_path, config.get("rank_pattern") or {})
+    write_config(tmp_path, config)
+    wanted = load("llama", tmp_path)
+    found = ingested_deltas(tmp_path, card, tmp_path / "packed")
+    assert found.keys() == wanted.keys()
+    assert largest_difference(found, wanted) < 1e-6
+
+
+def write_config(directory: Path, changes: dict[str, Any]) -> None:
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def keep_ranks(directory: Path, ranks: dict[str, int]) -> None:
+    """Cut the tensors of layer 1 to the rank that the first pattern gives it."""
+    if not ranks:
+        return
+    path, rank = directory / "adapter_model.safetensors", next(iter(ranks.values()))
+    tensors = load_file(path)
+    for name in tensors:
+        if "layers.1." in name:
+            tensors[name] = np.ascontiguousarray(tensors[name][:rank] if "lora_A" in name else tensors[name][:, :rank])
+    save_file(tensors, path)
+
+
+def test_an_adapters_name_in_the_keys_is_dropped_as_peft_does(tmp_path: Path) -> None:
+    card = card_of("llama")
+    write_peft_adapter(tmp_path, card, rank=4, seed=4, targets=["q_proj", "v_proj"])
+    rename_tensors(tmp_path, {".weight": ".default.weight"})
+    assert largest_difference(ingested_deltas(tmp_path, card, tmp_path / "packed"), load("llama", tmp_path)) < 1e-6

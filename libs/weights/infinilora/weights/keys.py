@@ -93,12 +93,19 @@ def pairs_of(file: str, keys: Iterable[str], *, is_mlx: bool = False) -> dict[st
     return {module: Halves(found["A"], found["B"], is_mlx) for module, found in sorted(halves.items())}
 
 
+def _why_not(key: str) -> str:
+    if told := next((why for part, why in _TELLING if part in key), None):
+        return told
+    if key.endswith(".weight") and "lora_" not in key:
+        return "a whole weight, trained beside the LoRA (modules_to_save), which is not served"
+    return "no LoRA weight"
+
+
 def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Half, _Spelling]:  # noqa: FBT001 - one grammar or the other
     found = (_MLX if is_mlx else _PEFT).match(key)
     if not found:
-        why = next((why for part, why in _TELLING if part in key), "no LoRA weight")
         wanted = "...lora_a or ...lora_b" if is_mlx else "...lora_A.weight or ...lora_B.weight"
-        raise invalid(file, f"tensor {key}", found=why, wanted=wanted)
+        raise invalid(file, f"tensor {key}", found=_why_not(key), wanted=wanted)
     name = ".".join(part for part in found["module"].split(".") if part not in _WRAPPERS)
     module = _PREFIX.sub("", name)
     prefix = name.removesuffix(module)

@@ -1,0 +1,67 @@
+"""What a configuration targets and the file does not hold: said module by module, and never guessed."""
+
+from pathlib import Path
+from typing import Any
+
+from infinilora.protocol.adapter import BaseCard
+from infinilora.weights.check import plan_adapter
+from infinilora.weights.peft import read_adapter
+from infinilora.weights.plan import AdapterPlan
+from infinilora.weights.synth import write_peft_adapter
+from support.cards import tiny_cards
+from support.deltas import rename_tensors
+
+LLAMA, MIXTRAL = tiny_cards()["llama"], tiny_cards()["mixtral"]
+
+
+def plan(directory: Path, card: BaseCard, *, without: str = "", **config: Any) -> AdapterPlan:
+    """A plan of an adapter of every projection but those with `without` in their names."""
+    write_peft_adapter(directory, card, rank=4, config=config)
+    rename_tensors(directory, {}, keep=lambda name: not without or without not in name)
+    return plan_adapter(read_adapter(directory), card)
+
+
+def absent(found: AdapterPlan) -> list[tuple[str, int]]:
+    return [(row.module, row.experts) for row in found.rows() if row.verdict == "absent"]
+
+
+def test_absent_modules_are_listed_and_counted(tmp_path: Path) -> None:
+    found = plan(tmp_path, LLAMA, without="k_proj")
+    assert absent(found) == [(f"model.layers.{layer}.self_attn.k_proj", 0) for layer in range(2)]
+    (note,) = found.notes
+    assert (note.code, note.count) == ("modules_absent", 2)
+    assert "model.layers.0.self_attn.k_proj, model.layers.1.self_attn.k_proj" in note.text
+
+
+def test_absent_experts_of_a_projection_are_one_row(tmp_path: Path) -> None:
+    found = plan(tmp_path, MIXTRAL, without="layers.0.mlp.experts.2.")
+    projections = ("gate_proj", "up_proj", "down_proj")
+    assert absent(found) == [(f"model.layers.0.mlp.experts.{{expert}}.{name}", 1) for name in projections]
+    assert next(row for row in found.rows() if row.verdict == "absent").reason.endswith("for experts 2 of 4")
+    assert found.notes[0].count == 3
+
+
+def test_fused_experts_that_are_named_and_absent_are_listed(tmp_path: Path) -> None:
+    config = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    write_peft_adapter(tmp_path, MIXTRAL, rank=4, targets=["q_proj"], config=config)
+    found = plan_adapter(read_adapter(tmp_path), MIXTRAL)
+    assert absent(found) == [(f"model.layers.{layer}.mlp.experts.{{expert}}.down_proj", 4) for layer in range(2)]
+
+
+def test_earlier_names_in_the_configuration_are_understood(tmp_path: Path) -> None:
+    write_peft_adapter(tmp_path, MIXTRAL, rank=4, targets=["q_proj"], config={"target_modules": ["q_proj", "w2"]})
+    found = plan_adapter(read_adapter(tmp_path), MIXTRAL)
+    assert absent(found) == [(f"model.layers.{layer}.mlp.experts.{{expert}}.down_proj", 4) for layer in range(2)]
+
+
+def test_nothing_is_missed_where_the_weights_decide(tmp_path: Path) -> None:
+    assert plan(tmp_path, LLAMA, without="layers.1.", target_modules=None).notes == ()
+
+
+def test_what_is_packed_is_a_row_for_each_part(tmp_path: Path) -> None:
+    found = plan(tmp_path, MIXTRAL, without="experts.1.up_proj")
+    rows = {row.module: row for row in found.rows() if row.verdict == "packed"}
+    q, up = rows["model.layers.1.self_attn.q_proj"], rows["model.layers.1.mlp.experts.{expert}.up_proj"]
+    assert (q.site, q.layer, q.rank, q.scale, q.num_bytes, q.experts) == ("qkv", 1, 4, 2.0, 4 * (32 + 32) * 4, 0)
+    assert (up.site, up.experts, up.num_bytes) == ("moe_gate_up", 3, 4 * 4 * (32 + 48) * 4)
+    assert len(rows) == sum(len(site.parts) for site in MIXTRAL.sites)
