@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels import native, reference
-from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
+from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.protocol.adapter import NUM_SITES, Site
 from support import lora_maths
@@ -90,6 +91,91 @@ def test_one_big_adapter_is_cut_over_threads_and_stays_right(segments: lora_math
     out = poisoned(len(x), 1000)
     kernels.dense(1, Site.O, segment_table(segments), x, out, accumulate=False)
     assert largest_error(out, lora_maths.dense({4: site}, segments, x, 1000)) < 2e-5
+
+
+def with_bias(bound: Mapping[int, SiteWeights], slots: set[int]) -> dict[int, SiteWeights]:
+    """The same parts; those of these slots have a bias."""
+    rng = torch.Generator().manual_seed(8)
+    return {
+        slot: tuple(replace(p, bias=torch.randn(p.out_dim, generator=rng)) if slot in slots else p for p in parts)
+        for slot, parts in bound.items()
+    }
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, *, accumulate: bool) -> None:
+    bound = with_bias(make_bound(dtype), {1, 2, 5})
+    kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
+    x, ground = torch.randn(NUM_ROWS, IN_DIM), torch.randn(NUM_ROWS, OUT_DIM) if accumulate else torch.zeros(1)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM) + lora_maths.wide(ground)
+    ours = ground.clone() if accumulate else poisoned(NUM_ROWS, OUT_DIM)
+    plain = ours.clone()
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, ours, accumulate=accumulate)
+    reference.dense(bound, segment_table(SEGMENTS), x, plain, accumulate=accumulate)
+    assert largest_error(ours, wanted) < 2e-5
+    assert largest_error(plain, wanted) < 2e-5
+    kernels.clear(1)
+    kernels.bind(1, 1, Site.QKV, make_bound(dtype)[1], IN_DIM, OUT_DIM)
+    again = ground.clone() if accumulate else poisoned(NUM_ROWS, OUT_DIM)
+    kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, again, accumulate=accumulate)
+    assert (again[1:3] - ours[1:3]).abs().max() > FAULT, "the next tenancy of the slot has no bias"
+    assert torch.equal(again[5:], ours[5:])
+
+
+def test_a_bias_of_experts_or_of_another_width_or_dtype_is_refused() -> None:
+    rng = torch.Generator().manual_seed(3)
+    kernels = SlotKernels(num_slots=1, num_layers=1)
+    part = lora_maths.random_part(rng, rank=2, in_dim=8, out_dim=6)
+    for bias in (torch.zeros(5), torch.zeros(6, dtype=torch.float64), torch.zeros(1, 6)):
+        with pytest.raises(ValueError, match=r"a bias is fp32 \[6\] beside its bt"):
+            kernels.bind(0, 0, Site.O, (replace(part, bias=bias),), 8, 6)
+    experts = lora_maths.random_part(rng, rank=2, in_dim=8, out_dim=6, experts=3)
+    with pytest.raises(ValueError, match="a part with experts has a bias"):
+        kernels.bind(0, 0, MOE_DOWN, (replace(experts, bias=torch.zeros(6)),), 8, 6)
+
+
+@pytest.mark.parametrize(("first", "width"), [(0, OUT_DIM), (0, 1), (7, 60), (90, 40), (OUT_DIM - 30, 30)])
+def test_a_slice_of_columns_is_that_slice_of_the_site(first: int, width: int) -> None:
+    bound = with_bias(make_bound(torch.float32), {2})
+    kernels = make_kernels(bound, Site.LM_HEAD, IN_DIM, OUT_DIM)
+    x, out = torch.randn(NUM_ROWS, IN_DIM), poisoned(NUM_ROWS, width)
+    kernels.dense_columns(1, Site.LM_HEAD, segment_table(SEGMENTS), x, out, first=first)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
+    assert largest_error(out, wanted[:, first : first + width]) < 2e-5
+
+
+def test_an_embedding_adds_the_expanded_column_of_each_token() -> None:
+    rng, vocab, hidden = torch.Generator().manual_seed(5), 50, 24
+    bound = {
+        slot: lora_maths.random_site(rng, (rank,), (hidden,), in_dim=vocab, dtype=dtype)
+        for slot, (rank, dtype) in enumerate([(3, torch.float32), (8, torch.bfloat16)])
+    }
+    kernels = SlotKernels(num_slots=4, num_layers=1)
+    for slot, parts in bound.items():
+        kernels.bind(slot, 0, Site.EMBED, parts, vocab, hidden)
+    ids = torch.randint(0, vocab, (9,), generator=rng, dtype=torch.int32)
+    segments = ((0, 2, 0), (3, 4, 1), (7, 1, 3))
+    wanted = lora_maths.dense(bound, segments, torch.nn.functional.one_hot(ids.long(), vocab).float(), hidden)
+    for accumulate in (False, True):
+        out = torch.ones(9, hidden) if accumulate else poisoned(9, hidden)
+        kernels.embed(0, segment_table(segments), ids, out, accumulate=accumulate)
+        assert largest_error(out, wanted + accumulate) < 1e-5
+    assert np.abs(wanted[:2] - wanted[3:5]).max() > FAULT
+
+
+def test_a_slice_or_a_token_beyond_the_site_is_refused() -> None:
+    rng = torch.Generator().manual_seed(5)
+    kernels, segments = SlotKernels(num_slots=1, num_layers=1), segment_table([(0, 2, 0)])
+    for site in (Site.EMBED, Site.LM_HEAD):
+        kernels.bind(0, 0, site, lora_maths.random_site(rng, (2,), (6,), in_dim=8), 8, 6)
+    for x, first, columns in ((8, 3, 4), (7, 0, 3), (8, 6, 0)):
+        with pytest.raises(ValueError, match=f"found {x} -> columns {first}..{first + columns}; the site is 8 -> 6"):
+            kernels.dense_columns(0, Site.LM_HEAD, segments, torch.zeros(2, x), torch.zeros(2, columns), first=first)
+    for ids, width in (([0, 8], 6), ([-1, 0], 6), ([0, 1], 5)):
+        token_ids = torch.tensor(ids, dtype=torch.int32)
+        with pytest.raises(ValueError, match="found token ids"):
+            kernels.embed(0, segments, token_ids, torch.zeros(2, width), accumulate=True)
 
 
 @pytest.mark.parametrize("half", ["a", "bt"])
@@ -286,5 +372,5 @@ def test_clear_lets_the_tensors_go() -> None:
 def test_site_numbers_are_those_of_the_protocol() -> None:
     from infinilora.kernels import batch
 
-    assert (MOE_GATE_UP, MOE_DOWN) == (Site.MOE_GATE_UP, Site.MOE_DOWN)
+    assert (MOE_GATE_UP, MOE_DOWN, EMBED) == (Site.MOE_GATE_UP, Site.MOE_DOWN, Site.EMBED)
     assert batch.NUM_SITES >= NUM_SITES

@@ -1,11 +1,12 @@
 """Many sites on one device: bound, widened, cleared, and run step after step."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, SiteWeights, segment_table
+from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, SiteWeights, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
 from support import lora_maths
 from support.triton_sites import TOLERANCE, largest_error, make_bound, poisoned, to_device
@@ -123,8 +124,25 @@ def test_what_does_not_fit_a_site_is_refused_and_never_read(device: str, bound: 
 @pytest.mark.gpu
 def test_the_pools_kernels_on_a_gpu_are_these(bound: dict[int, SiteWeights]) -> None:
     kernels, x = SlotKernels(num_slots=4, num_layers=2, device="cuda"), rows_of(0, NUM_ROWS, IN_DIM)
+    bound = bound | {1: tuple(replace(p, bias=rows_of(9, p.out_dim)) for p in bound[1])}
     for slot, parts in to_device(bound, "cuda").items():
         kernels.bind(slot, 1, 0, parts, IN_DIM, OUT_DIM)
-    out = poisoned(NUM_ROWS, OUT_DIM, device="cuda")
+    out, columns = poisoned(NUM_ROWS, OUT_DIM, device="cuda"), poisoned(NUM_ROWS, 9, device="cuda")
     kernels.dense(1, 0, segment_table(SEGMENTS), x.cuda(), out, accumulate=False)
-    assert largest_error(out, lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)) < TOLERANCE[F32]
+    kernels.dense_columns(1, 0, segment_table(SEGMENTS), x.cuda(), columns, first=20)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
+    assert largest_error(out, wanted) < TOLERANCE[F32]
+    assert largest_error(columns, wanted[:, 20:29]) < TOLERANCE[F32]
+
+
+@pytest.mark.gpu
+def test_token_ids_are_expanded_on_a_gpu(bound: dict[int, SiteWeights]) -> None:
+    kernels = SlotKernels(num_slots=4, num_layers=1, device="cuda")
+    for slot, parts in to_device(bound, "cuda").items():
+        kernels.bind(slot, 0, EMBED, parts[:1], IN_DIM, 24)
+    ids = torch.tensor([3, 0, 23, 7, 7, 1], dtype=torch.int32)
+    out = poisoned(NUM_ROWS, 24, device="cuda")
+    kernels.embed(0, segment_table(SEGMENTS), ids.cuda(), out, accumulate=False)
+    x = torch.nn.functional.one_hot(ids.long(), IN_DIM).float()
+    first = {slot: parts[:1] for slot, parts in bound.items()}
+    assert largest_error(out, lora_maths.dense(first, SEGMENTS, x, 24)) < TOLERANCE[F32]

@@ -21,8 +21,9 @@ def make_card(
     num_experts: int = 0,
     shared_intermediate: int = 0,
     vocab_size: int = 128,
+    outer: bool = False,
 ) -> BaseCard:
-    """A card for a model of these sizes; `num_experts` 0 is dense."""
+    """A card for a model of these sizes; `num_experts` 0 is dense. `outer`: with the embedding and lm_head."""
 
     def site(layer: int, kind: Site, in_dim: int, experts: int, modules: Modules) -> SiteGeometry:
         parts, offset = [], 0
@@ -47,11 +48,20 @@ def make_card(
             shared = f"{mlp}.shared_expert"
             yield from gated(layer, shared, Site.SHARED_GATE_UP, Site.SHARED_DOWN, shared_intermediate, 0)
         yield site(layer, Site.ROUTER, hidden, 0, {"router": (f"{mlp}.gate", num_experts)})
+        if shared_intermediate:
+            yield site(layer, Site.SHARED_GATE, hidden, 0, {"shared_gate": (f"{mlp}.shared_expert_gate", 1)})
 
     def gated(layer: int, mlp: str, up_site: Site, down_site: Site, width: int, experts: int) -> Iterator[SiteGeometry]:
         modules = {"gate": (f"{mlp}.gate_proj", width), "up": (f"{mlp}.up_proj", width)}
         yield site(layer, up_site, hidden, experts, modules)
         yield site(layer, down_site, width, experts, {"down": (f"{mlp}.down_proj", hidden)})
+
+    def sites() -> Iterator[SiteGeometry]:
+        for layer in range(num_layers):
+            yield from layer_sites(layer)
+        if outer:
+            yield site(0, Site.EMBED, vocab_size, 0, {"embed": ("model.embed_tokens", hidden)})
+            yield site(num_layers, Site.LM_HEAD, hidden, 0, {"lm_head": ("lm_head", vocab_size)})
 
     return BaseCard(
         fingerprint=Fingerprint(digest_of(f"{model_type} {hidden} {num_experts}".encode())),
@@ -63,7 +73,7 @@ def make_card(
         max_model_len=256,
         dtype="F32",
         eos_token_ids=(2,),
-        sites=tuple(s for layer in range(num_layers) for s in layer_sites(layer)),
+        sites=tuple(sorted(sites(), key=lambda s: (s.layer, s.site))),
     )
 
 

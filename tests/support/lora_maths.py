@@ -18,12 +18,13 @@ def wide(t: Tensor) -> Array:
 
 
 def delta(x: Array, part: Part, expert: int | None = None) -> Array:
-    """PEFT's formula: scale * B (A x) for each row x, with B = Bt^T."""
+    """PEFT's formula: scale * B (A x) (+ bias) for each row x, with B = Bt^T."""
     a, bt = wide(part.a), wide(part.bt)
     if expert is not None:
         a, bt = a[expert], bt[expert]
     b = bt.T
-    return np.stack([part.scale * (b @ (a @ row)) for row in x]) if len(x) else np.zeros((0, b.shape[0]))
+    bias = 0.0 if part.bias is None else wide(part.bias)
+    return np.stack([part.scale * (b @ (a @ row)) + bias for row in x]) if len(x) else np.zeros((0, b.shape[0]))
 
 
 def dense(bound: Mapping[int, SiteWeights], segments: Rows, x: Tensor, out_dim: int) -> Array:

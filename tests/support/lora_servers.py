@@ -15,9 +15,10 @@ from infinilora.link.frame import PlanSegment
 from infinilora.link.open import LinkSettings, Offers, attach
 from infinilora.lora_server.leases import SERVICE
 from infinilora.protocol import lora_pb2
-from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import WireError, from_wire
 from infinilora.protocol.ids import PROTOCOL_VERSION, Digest
+from infinilora.protocol.sites import site_mask
 from infinilora.runtime.rpc import Channels, Duplex
 from support.procs import Server
 
@@ -158,6 +159,7 @@ async def linked_engine(
     backends: Sequence[str] = ("shm", "tcp"),
     fingerprint: str | None = None,
     protocol_version: int = PROTOCOL_VERSION,
+    sites: int = site_mask(Site),
 ) -> AsyncIterator[LinkedEngine]:
     """Open a link to the server as an engine of `card` would, and close it at the end."""
     settings = LinkSettings(
@@ -174,6 +176,7 @@ async def linked_engine(
                 dtype="F32",
                 max_rows=512,
                 offers=[_offer(offer) for offer in offers.wire],
+                sites=sites,
             )
             await stream.send(lora_pb2.EngineMessage(hello=hello))
             replies = aiter(stream)

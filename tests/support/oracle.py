@@ -26,6 +26,8 @@ class Oracle:
     def __init__(self, model_dir: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self.config = self.model.config
+        if self.config.tie_word_embeddings:  # an adapter of one of the two leaves the other as it is
+            self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
 
     @torch.no_grad()
     def logits(self, token_ids: list[int], adapter: Path | None = None) -> Tensor:
@@ -92,6 +94,10 @@ def deltas(adapter: Path) -> Iterator[tuple[str, Tensor]]:
             stem = key.removesuffix(".lora_A.weight")
             b = tensors[f"{stem}.lora_B.weight"].float()
             yield stem.removeprefix("base_model.model."), scale * (b @ tensors[key].float())
+        elif key.endswith(".lora_embedding_A"):  # A [r, vocab], B [h, r]; the table is [vocab, h]
+            stem = key.removesuffix(".lora_embedding_A")
+            b = tensors[f"{stem}.lora_embedding_B"].float()
+            yield stem.removeprefix("base_model.model."), scale * (b @ tensors[key].float()).T
 
 
 def module_shapes(model_dir: Path, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
@@ -102,6 +108,8 @@ def module_shapes(model_dir: Path, targets: tuple[str, ...]) -> dict[str, tuple[
             module = key.removesuffix(".weight")
             if key.endswith(".weight") and tensor.ndim == 2 and module.rsplit(".", 1)[-1] in targets:
                 shapes[module] = (tensor.shape[0], tensor.shape[1])
+    if "lm_head" in targets and "lm_head" not in shapes:  # tied: on disk there is one table for both
+        shapes["lm_head"] = module_shapes(model_dir, ("embed_tokens",))["model.embed_tokens"]
     return shapes
 
 
@@ -120,9 +128,11 @@ def write_adapter(
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for module, (n_out, n_in) in sorted(module_shapes(model_dir, targets).items()):
-        stem = f"base_model.model.{module}"
-        tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, n_in, generator=generator).mul_(std).to(dtype)
-        tensors[f"{stem}.lora_B.weight"] = torch.randn(n_out, rank, generator=generator).mul_(std).to(dtype)
+        stem, wide, high, halves = f"base_model.model.{module}", n_in, n_out, ("lora_A.weight", "lora_B.weight")
+        if module.endswith("embed_tokens"):  # a table [in, out], and halves of their own names
+            wide, high, halves = n_out, n_in, ("lora_embedding_A", "lora_embedding_B")
+        tensors[f"{stem}.{halves[0]}"] = torch.randn(rank, wide, generator=generator).mul_(std).to(dtype)
+        tensors[f"{stem}.{halves[1]}"] = torch.randn(high, rank, generator=generator).mul_(std).to(dtype)
     assert tensors, f"no module of {model_dir} is named one of {targets}"
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -40,6 +40,7 @@ class PlainPlan:
 
 @dataclass
 class PlainTicket:
+    site: Site
     delta: Tensor
 
 
@@ -54,6 +55,9 @@ class PlainLora:
         self.holders: Counter[Digest] = Counter()
         self.status: dict[Digest, LeaseStatus] = {}
         self.lose: Counter[Digest] = Counter()
+        self.lose_heads: Counter[Digest] = Counter()
+        """How often the delta of lm_head of a digest will still be lost."""
+        self.begun = 0
         self.open_plans = 0
         self.submits = 0
         self.ever_wanted: list[Digest] = []
@@ -64,13 +68,13 @@ class PlainLora:
         tensors = load_file(directory / "adapter_model.safetensors")
         scale = config["lora_alpha"] / config["r"]
         self._pairs[digest] = {
-            key.removesuffix(".lora_A.weight").removeprefix("base_model.model."): (
+            key.partition(".lora_")[0].removeprefix("base_model.model."): (
                 tensors[key].float(),
-                tensors[key.replace("lora_A", "lora_B")].float(),
+                tensors[key.replace("_A", "_B")].float(),
                 scale,
             )
             for key in tensors
-            if key.endswith(".lora_A.weight")
+            if key.endswith((".lora_A.weight", ".lora_embedding_A"))
         }
         self._slots[digest] = len(self._slots)
         self.status[digest] = LeaseStatus.RESIDENT
@@ -95,6 +99,7 @@ class PlainLora:
         if not rows:
             return None
         self.open_plans += 1
+        self.begun += 1
         for _, _, lease in rows:
             assert self.holders[lease.digest] > 0, "a step runs an adapter without a lease"
         return PlainPlan(list(rows), rows[-1].row_start + rows[-1].rows)
@@ -109,15 +114,20 @@ class PlainLora:
         delta = torch.zeros(self._out_shape(geometry, plan.num_rows, routing))
         for start, count, lease in plan.rows:
             for row in range(start, start + count):
-                delta[row] = self._row(self._pairs[lease.digest], geometry, x[row].float(), routing, row)
-        return PlainTicket(delta)
+                if site is Site.EMBED:
+                    x_row = torch.nn.functional.one_hot(x[row, 0].long(), geometry.in_dim).float()
+                else:
+                    x_row = x[row].float()
+                delta[row] = self._row(self._pairs[lease.digest], geometry, x_row, routing, row)
+        return PlainTicket(site, delta)
 
     def add(self, ticket: PlainTicket | None, y: Tensor) -> None:
         if ticket is None:
             return
-        for digest, times in list(self.lose.items()):
+        losing = self.lose_heads if ticket.site is Site.LM_HEAD else self.lose
+        for digest, times in list(losing.items()):
             if times > 0:
-                self.lose[digest] -= 1
+                losing[digest] -= 1
                 raise StepLost(frozenset({digest}), "the test says so")
         y[: ticket.delta.shape[0]] += ticket.delta
 

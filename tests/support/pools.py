@@ -119,6 +119,12 @@ class DefinedKernels:
     def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
         reference.dense(self.bound.get((layer, site), {}), segments, x, out, accumulate=accumulate)
 
+    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
+        reference.dense_columns(self.bound.get((layer, site), {}), segments, x, out, first=first)
+
+    def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        reference.embed(self.bound.get((layer, Site.EMBED), {}), segments, ids, out, accumulate=accumulate)
+
     def moe_gate_up(
         self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
     ) -> None:

@@ -1,6 +1,6 @@
 """What a launch is given: the weights of a site, and which rows use which slot. Knows no kernel.
 
-    x [T, in] --- A [r, in] ---> v [T, r] --- Bt [r, out] ---> delta [T, out]     delta = scale * (x A^T) Bt
+    x [T, in] --- A [r, in] ---> v [T, r] --- Bt [r, out] ---> delta [T, out]     delta = scale * (x A^T) Bt (+ bias)
                    shrink                       expand
 
 The parts of one site (q, k, v; gate, up) share x and write neighbouring columns of the output.
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 NUM_SITES = 16
-"""Room for every site number that the wire can name; `protocol.adapter.Site` uses the first eleven."""
+"""Room for every site number that the wire can name; `protocol.adapter.Site` uses the first twelve."""
 
 MOE_GATE_UP = 4
 MOE_DOWN = 5
 """The two sites whose weights have an expert axis: the numbers of `protocol.adapter.Site` (tested equal)."""
+
+EMBED = 10
+"""The site whose input is token ids; the number of `protocol.adapter.Site` (tested equal)."""
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,13 +32,15 @@ class Part:
     """One projection of a site: a [r, in] and bt [r, out], or [E, r, in] and [E, r, out]; one dtype.
 
     `scale` is alpha / rank, fp32, applied once. Columns [out_offset, out_offset + out) of the site are its.
-    Along the last two axes the tensors are contiguous; experts may lie any distance apart.
+    Along the last two axes the tensors are contiguous; experts may lie any distance apart. A dense part may have
+    a `bias`, fp32 [out], which is added as it is.
     """
 
     a: Tensor
     bt: Tensor
     scale: float
     out_offset: int
+    bias: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -101,6 +106,17 @@ def _check_part(part: Part, first: Part, *, in_dim: int, out_dim: int) -> None:
         raise ValueError(f"parts of one site have {part.num_experts} and {first.num_experts} experts")
     if not _rows_contiguous(a) or not _rows_contiguous(bt):
         raise ValueError(f"a and bt must be contiguous along their last two axes: strides {a.stride()}, {bt.stride()}")
+    if part.bias is not None:
+        _check_bias(part, part.bias)
+
+
+def _check_bias(part: Part, bias: Tensor) -> None:
+    if part.num_experts:
+        raise ValueError("a part with experts has a bias; only dense parts may")
+    if bias.shape != (part.out_dim,) or bias.dtype != torch.float32 or bias.device != part.bt.device:
+        raise ValueError(
+            f"a bias is fp32 [{part.out_dim}] beside its bt: found {bias.dtype} {list(bias.shape)} on {bias.device}"
+        )
 
 
 def _rows_contiguous(t: Tensor) -> bool:

@@ -21,7 +21,7 @@ def part_delta(x: Tensor, part: Part, expert: int | None = None) -> Tensor:
 
 
 def dense(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out[t, part columns] (+)= scale[s] * (x[t] A[s]^T) Bt[s], with s the slot of t's segment.
+    """out[t, part columns] (+)= scale[s] * (x[t] A[s]^T) Bt[s] (+ bias[s]), with s the slot of t's segment.
 
     segments int32 [n, 3]; x [T, in]; out [T, out_dim], may be strided in rows. Without `accumulate` all else
     of out is zeroed, whatever it held.
@@ -30,7 +30,36 @@ def dense(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, accumulate:
         out.zero_()
     for start, rows, slot in _segments(segments):
         for part in bound.get(slot, ()):
-            _add(out[start : start + rows], part, part_delta(x[start : start + rows], part))
+            delta = part_delta(x[start : start + rows], part)
+            _add(out[start : start + rows], part, delta if part.bias is None else delta + part.bias)
+
+
+def dense_columns(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
+    """out[t, j] = column `first + j` of what `dense` computes; out [T, some columns of the site]."""
+    end = first + out.shape[1]
+    narrow = {
+        slot: tuple(_narrowed(p, first, end) for p in parts if p.out_offset < end and p.out_offset + p.out_dim > first)
+        for slot, parts in bound.items()
+    }
+    dense(narrow, segments, x, out, accumulate=False)
+
+
+def embed(bound: Bound, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out[t] (+)= scale[s] * A[s][:, ids[t]]^T Bt[s]: `dense` of a one-hot x. ids int32 [T]; out [T, h]."""
+    if not accumulate:
+        out.zero_()
+    for start, rows, slot in _segments(segments):
+        for part in bound.get(slot, ()):
+            columns = part.a.index_select(1, ids[start : start + rows])
+            _add(out[start : start + rows], part, columns.float().T @ part.bt.float() * part.scale)
+
+
+def add_biases(bound: Bound, segments: Tensor, out: Tensor) -> None:
+    """out[t, part columns] += bias[s]: the end of `dense` for kernels that know no bias."""
+    for start, rows, slot in _segments(segments):
+        for part in bound.get(slot, ()):
+            if part.bias is not None:
+                _add(out[start : start + rows], part, part.bias)
 
 
 def moe_gate_up(bound: Bound, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
@@ -76,6 +105,14 @@ def _segments(segments: Tensor) -> Iterator[tuple[int, int, int]]:
     for start, rows, slot in segments.tolist():
         if rows:
             yield start, rows, slot
+
+
+def _narrowed(part: Part, first: int, end: int) -> Part:
+    """The part's columns that lie in the site's [first, end), which it meets; offsets count from `first`."""
+    begin = max(first - part.out_offset, 0)
+    columns = slice(begin, end - part.out_offset)
+    bias = None if part.bias is None else part.bias[columns]
+    return Part(part.a, part.bt[:, columns], part.scale, part.out_offset + begin - first, bias)
 
 
 def _columns(part: Part) -> slice:

@@ -7,6 +7,7 @@ of C, whatever the number of adapters. Knows no adapter and no lease: who binds 
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from infinilora.kernels import cpu_ops, native, reference
 from infinilora.kernels.abi import Launch, SiteDescriptor, describe
-from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
+from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
 
 if TYPE_CHECKING:
     from infinilora.kernels.device_sites import DeviceSites
@@ -42,6 +43,8 @@ class SlotKernels:
         if self._library is not None:
             cpu_ops.set_threads(threads)
         self._bound: list[dict[int, SiteWeights]] = [{} for _ in range(num_layers * NUM_SITES)]
+        self._biased: dict[int, dict[int, SiteWeights]] = {}
+        """place -> slot -> parts, of the sites that have a bias: compiled kernels leave it to `_add_biases`."""
         self._descriptors: dict[tuple[int, int], SiteDescriptor] = {}
         self._slot_stride = num_layers * NUM_SITES
         self._table = (ctypes.c_uint64 * (num_slots * self._slot_stride))()
@@ -61,6 +64,8 @@ class SlotKernels:
         descriptor = describe(parts, in_dim=in_dim, out_dim=out_dim)
         if self._device_sites is not None:
             self._device_sites.bind(slot, layer, site, parts, in_dim, out_dim)
+        if any(part.bias is not None for part in parts):
+            self._biased.setdefault(place, {})[slot] = parts
         self._bound[place][slot] = parts
         self._descriptors[slot, place] = descriptor
         self._table[slot * self._slot_stride + place] = ctypes.addressof(descriptor)
@@ -74,6 +79,8 @@ class SlotKernels:
             if bound.pop(slot, None) is not None:
                 self._table[start + place] = 0
                 del self._descriptors[slot, place]
+        for slots in list(self._biased.values()):
+            slots.pop(slot, None)
 
     def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """out[t] (+)= delta of x[t] at (layer, site) under the slot of t's segment.
@@ -85,6 +92,7 @@ class SlotKernels:
         place = self._place(layer, site)
         if self._device_sites is not None:
             self._device_sites.dense(layer, site, segments, x, out, accumulate=accumulate)
+            self._add_biases(place, segments, out)
             return
         library = self._library
         if library is None:
@@ -93,7 +101,38 @@ class SlotKernels:
         x, wide = _fp32_rows(x), _fp32_out(out)
         launch = self._launch(place, segments, x.shape[0], 1, x.shape[1], out, accumulate=accumulate)
         status = library.il_lora_dense(ctypes.byref(launch), x.data_ptr(), x.stride(0), wide.data_ptr(), wide.stride(0))
+        if not status:
+            self._add_biases(place, segments, wide)
         self._finish(status, segments, launch, wide, out)
+
+    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
+        """out[t, j] = column `first + j` of the site's delta: a slice of a row that is too wide to be sent whole.
+
+        x [T, in]; out [T, columns]. Reads only those columns of Bt. Plain torch on every device.
+        """
+        in_dim, end = x.shape[1], first + out.shape[1]
+        bound = self._bound_in(
+            self._place(layer, site),
+            segments,
+            lambda site: site.in_dim == in_dim and 0 <= first < end <= site.out_dim,
+            found=f"{in_dim} -> columns {first}..{end}",
+        )
+        reference.dense_columns(bound, segments, x, out, first=first)
+
+    def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """out[t] (+)= the delta of token ids[t] under the slot of t's segment: a column of A, expanded.
+
+        ids int32 [T]; out [T, h]. Plain torch on every device: there is nothing to multiply in the first half.
+        """
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        width = out.shape[1]
+        bound = self._bound_in(
+            self._place(layer, EMBED),
+            segments,
+            lambda site: site.out_dim == width and low >= 0 and high < site.in_dim,
+            found=f"token ids {low}..{high} -> {width}",
+        )
+        reference.embed(bound, segments, ids, out, accumulate=accumulate)
 
     def moe_gate_up(
         self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
@@ -155,6 +194,23 @@ class SlotKernels:
             wide.stride(0),
         )
         self._finish(status, segments, launch, wide, out)
+
+    def _add_biases(self, place: int, segments: Tensor, out: Tensor) -> None:
+        if biased := self._biased.get(place):
+            reference.add_biases(biased, segments, out)
+
+    def _bound_in(
+        self, place: int, segments: Tensor, fits: Callable[[SiteDescriptor], bool], *, found: str
+    ) -> dict[int, SiteWeights]:
+        """The parts that these segments use at a place. ValueError where the call does not fit one."""
+        bound = {}
+        for slot in set(segments[:, 2].tolist()):
+            if parts := self._bound[place].get(slot):
+                site = self._descriptors[slot, place]
+                if not fits(site):
+                    raise ValueError(f"slot {slot}: found {found}; the site is {site.in_dim} -> {site.out_dim}")
+                bound[slot] = parts
+        return bound
 
     def _place(self, layer: int, site: int) -> int:
         if not (0 <= layer < self.num_layers and 0 <= site < NUM_SITES):

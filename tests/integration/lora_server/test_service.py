@@ -39,6 +39,7 @@ pytestmark = pytest.mark.integration
 
 CARD = make_card("llama", num_layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
 MOE_CARD = make_card("qwen3_moe", num_layers=2, num_experts=4, intermediate=24)
+SHARED_CARD = make_card("qwen2_moe", num_layers=2, num_experts=4, intermediate=24, shared_intermediate=40)
 EPOCH = 1_000_000
 """Beyond those that leaders of other tests on this store have raised."""
 SITES = (Site.QKV, Site.O, Site.GATE_UP, Site.DOWN)
@@ -155,6 +156,28 @@ async def test_a_routed_step_over_the_link_equals_the_unpacked_weights(
             lease = await engine.lease(adapter.digest)
             engine.plan(lease.rows(0, 5))
             check_routed(engine, adapter)
+    finally:
+        world.server.stop()
+
+
+async def test_an_engine_that_is_older_than_a_site_gets_no_lease_that_needs_it(
+    tmp_path: Path, nats_server: NatsServer, redis_server: ValkeyServer, s3_server: WeedServer
+) -> None:
+    world = World(tmp_path, nats_server, redis_server, s3_server, SHARED_CARD)
+    gate, plain = world.pack(1), world.pack(2, targets=["q_proj", "gate_proj"])
+    world.server.start()
+    try:
+        async with linked_engine(world.server, SHARED_CARD, sites=0) as old:
+            with pytest.raises(AdapterFailed, match="adapts site shared_gate of layer 0"):
+                await old.lease(gate.digest)
+            await old.lease(plain.digest)
+            await world.beat_that(lambda _, load: load.leases == 1)
+        async with linked_engine(world.server, SHARED_CARD) as engine:
+            lease = await engine.lease(gate.digest)
+            engine.plan(lease.rows(0, 3))
+            x = rows_of(3, cols=32)
+            out = engine.site(1, Site.SHARED_GATE, x, (1,))
+            np.testing.assert_allclose(out, gate.delta(1, Site.SHARED_GATE, x.numpy()), atol=1e-4)
     finally:
         world.server.stop()
 

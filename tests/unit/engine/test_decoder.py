@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from infinilora.engine.assemble import LoadedModel
+from infinilora.engine.lora.interface import COMPUTED_SITES
 from infinilora.engine.sched.scheduler import Limits
+from infinilora.protocol.sites import site_mask
 from support.engines import Heard, TestEngine, load_tiny
 from support.oracle import ATTENTION, MLP, Oracle
 from support.plain_lora import PlainLora
@@ -89,6 +91,93 @@ def test_shared_expert_takes_its_adapter(
 
     assert any("shared_expert." in m for m in lora._pairs[next(iter(lora._pairs))])
     assert error_of(told, prompt(9), oracle("qwen2_moe"), directory) < TOLERANCE
+
+
+def test_the_shared_experts_gate_takes_its_adapter_before_the_sigmoid(
+    loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Oracle], adapter: Callable[..., Path]
+) -> None:
+    directory = adapter("qwen2_moe", 8, ("shared_expert_gate",), 32)
+    lora = PlainLora(loaded("qwen2_moe").card)
+    engine = TestEngine(loaded("qwen2_moe"), lora, limits=Limits(max_running=2, step_tokens=64))
+    told = engine.ask(prompt(9), digest=lora.register(directory), max_tokens=3, logprobs=0, prompt_logprobs=0)
+
+    engine.run()
+
+    assert error_of(told, prompt(9), oracle("qwen2_moe"), directory) < TOLERANCE
+    assert error_of(told, prompt(9), oracle("qwen2_moe"), None) > 20 * TOLERANCE
+
+
+OUTER = [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head"), (*ATTENTION, "lm_head")]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2_moe"])
+def test_adapters_of_embedding_and_lm_head_share_a_step_with_others_and_the_base(
+    name: str, loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Oracle], adapter: Callable[..., Path]
+) -> None:
+    directories = [adapter(name, 3 + i, targets, 51 + i) for i, targets in enumerate([*OUTER, ATTENTION])]
+    lora = PlainLora(loaded(name).card)
+    digests = [lora.register(d) for d in directories]
+    engine = TestEngine(loaded(name), lora, limits=Limits(max_running=8, step_tokens=16))
+    ids = prompt(13)
+    asked: list[tuple[Path | None, Heard]] = [
+        (directory, engine.ask(ids, digest=digest, max_tokens=5, logprobs=1, prompt_logprobs=1))
+        for directory, digest in zip(directories, digests, strict=True)
+    ]
+    asked.append((None, engine.ask(ids, max_tokens=5, logprobs=1, prompt_logprobs=1)))
+
+    engine.run()
+
+    for directory, told in asked:
+        assert error_of(told, ids, oracle(name), directory) < TOLERANCE
+        if directory is not None:
+            assert error_of(told, ids, oracle(name), None) > 100 * TOLERANCE
+
+
+def test_only_adapters_of_lm_head_cost_a_second_plan(
+    loaded: Callable[[str], LoadedModel], adapter: Callable[..., Path]
+) -> None:
+    plans = []
+    for targets in (ATTENTION, ("lm_head",)):
+        lora = PlainLora(loaded("llama").card)
+        engine = TestEngine(loaded("llama"), lora, limits=Limits(max_running=2, step_tokens=64))
+        engine.ask(prompt(9), digest=lora.register(adapter("llama", 4, targets, 61)), max_tokens=4)
+        engine.run()
+        plans.append(lora.begun)
+    assert plans == [4, 8]
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["sampled", "prompt scored"])
+def test_a_delta_of_lm_head_that_is_lost_costs_its_own_rows_only(
+    *,
+    scored: bool,
+    loaded: Callable[[str], LoadedModel],
+    oracle: Callable[[str], Oracle],
+    adapter: Callable[..., Path],
+) -> None:
+    directories = [adapter("llama", 4, ("lm_head",), seed) for seed in (71, 72)]
+    lora = PlainLora(loaded("llama").card)
+    first, second = (lora.register(d) for d in directories)
+    engine = TestEngine(loaded("llama"), lora, limits=Limits(max_running=4, step_tokens=64))
+    options: dict[str, Any] = {"max_tokens": 4, "logprobs": 1, "prompt_logprobs": 1 if scored else None}
+    lost = engine.ask(prompt(9), digest=first, **options)
+    kept = engine.ask(prompt(10), digest=second, **options)
+    base = engine.ask(prompt(11), **options)
+    lora.lose_heads[first] = 1
+
+    engine.turn()
+
+    assert (len(lost.tokens), len(kept.tokens), len(base.tokens)) == (0, 1, 1)
+    engine.run()
+    for told, ids, directory in ((lost, 9, directories[0]), (kept, 10, directories[1]), (base, 11, None)):
+        assert len(told.tokens) == 4
+        assert oracle("llama").shortfall(prompt(ids), told.tokens, directory) < TOLERANCE
+        if scored:
+            assert error_of(told, prompt(ids), oracle("llama"), directory) < TOLERANCE
+
+
+def test_a_base_offers_exactly_the_sites_that_engines_compute(loaded: Callable[[str], LoadedModel]) -> None:
+    offered = {site.site for name in CONFIGS for site in loaded(name).card.sites}
+    assert site_mask(offered) == COMPUTED_SITES
 
 
 def test_base_rows_never_reach_the_lora_interface(loaded: Callable[[str], LoadedModel]) -> None:

@@ -30,11 +30,11 @@ def test_sites_name_the_modules_of_the_checkpoint(name: str, tiny: Callable[[str
             for part in site.parts:
                 modules[part.module.replace("{expert}", str(expert))] = (part.out_dim, site.in_dim)
         assert site.out_dim == sum(p.out_dim for p in site.parts)
-    on_disk = {
-        key.removesuffix(".weight"): shape
-        for key, shape in _linear_shapes(tiny(name).directory).items()
-        if "layers." in key and "shared_expert_gate" not in key
-    }
+    on_disk = {key.removesuffix(".weight"): shape for key, shape in _linear_shapes(tiny(name).directory).items()}
+    if spec_is_tied := "lm_head" not in on_disk:
+        on_disk["lm_head"] = on_disk["model.embed_tokens"]
+    on_disk["model.embed_tokens"] = on_disk["model.embed_tokens"][::-1]
+    assert spec_is_tied == (name == "llama-tied")
     assert modules == on_disk
     assert {s.site for s in card.sites} >= {Site.QKV, Site.O}
 

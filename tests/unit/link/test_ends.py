@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import threading
 import time
@@ -6,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.ends import Call, EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed, LinkRefused, LinkTimeout
-from infinilora.link.frame import Kind, PlanSegment
+from infinilora.link.frame import Kind, PlanSegment, column_slices
 from infinilora.protocol.errors import InvalidRequest
 from support.links import KINDS, REFUSED_LAYER, Answering, answer, ends, linked, random_rows, rule
 
@@ -49,6 +50,50 @@ def test_rows_of_a_wider_tensor_are_sent_and_added_where_they_lie(kind: str, tmp
         engine.send_plan(1, [])
         engine.wait(engine.submit(1, 1, 1, x, 40), y, deadline_s=LONG_S, add=True)
     torch.testing.assert_close(wide_y, wanted)
+
+
+@every_kind
+def test_a_call_of_ids_alone_passes_in_chunks(kind: str, tmp_path: Path) -> None:
+    ids = torch.arange(90, dtype=torch.int32)[:, None]
+    out = torch.zeros(90, 40)
+    with ends(kind, tmp_path) as (engine, server):
+        seen: list[Call] = []
+
+        def serve() -> None:
+            with contextlib.suppress(LinkClosed):
+                while True:
+                    call = server.recv(0.2)
+                    if call is not None:
+                        assert call.x is not None
+                        assert call.topk_ids is not None
+                        seen.append(Call(call.header))
+                        assert call.x.shape == (call.header.rows, 0)
+                        server.reply_buffer(call).copy_(call.topk_ids.float().expand(-1, 40))
+                        server.reply(call)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        ticket = engine.submit(1, 0, 10, torch.empty(90, 0), 40, topk_ids=ids)
+        engine.wait(ticket, out, deadline_s=LONG_S, add=True)
+        engine.close()
+        serving.join(LONG_S)
+    assert torch.equal(out, ids.float().expand(-1, 40))
+    assert len(seen) == 4, "25 rows of 160 bytes fit a buffer"
+
+
+@every_kind
+def test_a_row_wider_than_a_buffer_comes_in_slices_of_its_columns(kind: str, tmp_path: Path) -> None:
+    x, y = random_rows(3, 24), torch.zeros(3, 2500)
+    with linked(kind, tmp_path) as (engine, serving):
+        engine.send_plan(1, [])
+        slices = column_slices(2500, 4, engine.buffer_bytes)
+        tickets = [engine.submit(1, 0, 9, x, stop - at, out_slice=(at, stop)) for at, stop in slices]
+        for ticket, (at, stop) in zip(tickets, slices, strict=True):
+            engine.wait(ticket, y[:, at:stop], deadline_s=LONG_S, add=True)
+        sliced = [(c.header.out_begin, c.header.out_end) for c in serving.calls if c.header.kind == Kind.SITE]
+    for at, stop in slices:
+        torch.testing.assert_close(y[:, at:stop], rule(0, 9, x, stop - at, None, None))
+    assert set(sliced) == set(slices)
 
 
 @every_kind

@@ -11,6 +11,7 @@ from infinilora.link.frame import (
     Header,
     Kind,
     chunk_rows,
+    column_slices,
     rows_that_fit,
     unpack_header,
 )
@@ -74,3 +75,12 @@ def test_dtypes_on_the_wire_are_numbered_once_and_for_all() -> None:
         torch.bfloat16,
         torch.float16,
     ]
+
+
+@given(columns=st.integers(1, 300_000), width=st.sampled_from([2, 4]), buffer=st.sampled_from([128, 4096, 262_144]))
+def test_slices_cover_a_row_once_and_each_fits(columns: int, width: int, buffer: int) -> None:
+    slices = column_slices(columns, width, buffer)
+    assert [at for at, _ in slices] == [0, *(end for _, end in slices[:-1])]
+    assert slices[-1][1] == columns
+    assert all(0 < (end - at) * width <= buffer for at, end in slices)
+    assert len(slices) == 1 or columns * width > buffer

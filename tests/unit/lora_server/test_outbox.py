@@ -2,10 +2,13 @@ import asyncio
 
 from infinilora.lora_server.outbox import Message, Outbox
 from infinilora.pool.pool import LeaseState
+from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
 
 A = Digest("sha256:" + "a" * 64)
+ALL = 0b11
+"""The sites that the states of these tests have."""
 
 
 def state(layers: int, *, generation: int = 7) -> LeaseState:
@@ -17,7 +20,7 @@ def kinds(messages: list[Message]) -> list[str | None]:
 
 
 async def test_a_grant_is_said_once_and_then_only_layers() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     outbox.put(state(0))
     first = await outbox.take()
     assert kinds(first) == ["granted"]
@@ -27,7 +30,7 @@ async def test_a_grant_is_said_once_and_then_only_layers() -> None:
 
 
 async def test_a_slow_reader_gets_the_newest_state_only() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     for layers in range(4):
         outbox.put(state(layers))
     messages = await outbox.take()
@@ -36,7 +39,7 @@ async def test_a_slow_reader_gets_the_newest_state_only() -> None:
 
 
 async def test_another_tenancy_is_a_new_grant() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     outbox.put(state(3))
     await outbox.take()
     outbox.put(state(1, generation=8))
@@ -46,7 +49,7 @@ async def test_another_tenancy_is_a_new_grant() -> None:
 
 
 async def test_a_lost_lease_carries_code_and_words_and_a_later_one_is_granted_anew() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     outbox.put(state(3))
     await outbox.take()
     outbox.put(LeaseState(A, error=AdapterFailed("block 3 is corrupt")))
@@ -57,7 +60,7 @@ async def test_a_lost_lease_carries_code_and_words_and_a_later_one_is_granted_an
 
 
 async def test_what_is_unsent_of_a_lease_given_up_is_void() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     outbox.put(state(3))
     outbox.forget(A)
     outbox.close()
@@ -66,8 +69,19 @@ async def test_what_is_unsent_of_a_lease_given_up_is_void() -> None:
 
 
 async def test_it_is_filled_from_other_threads() -> None:
-    outbox = Outbox(asyncio.get_running_loop())
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
     waiting = asyncio.get_running_loop().run_in_executor(None, outbox.put, state(1))
     async with asyncio.timeout(5):
         assert kinds(await outbox.take()) == ["granted", "layers"]
     await waiting
+
+
+async def test_an_adapter_with_a_site_that_the_engine_does_not_compute_is_refused_by_its_name() -> None:
+    outbox = Outbox(asyncio.get_running_loop(), ALL)
+    beyond = LeaseState(A, slot=3, slot_generation=7, layer_sites=(1, 1 << Site.SHARED_GATE), layers_ready=2)
+    outbox.put(beyond)
+    (message,) = await outbox.take()
+    assert message.failed.code == AdapterFailed.code
+    assert "shared_gate of layer 1" in message.failed.message
+    assert outbox.take_refused() == [A]
+    assert outbox.take_refused() == []

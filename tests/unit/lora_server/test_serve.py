@@ -111,6 +111,32 @@ def test_a_slice_of_a_site_is_refused_not_guessed(link: Link) -> None:
         link.call(out_slice=(0, 4))
 
 
+def test_a_slice_of_lm_head_is_those_columns_of_it(link: Link) -> None:
+    part = Part(a=torch.ones(1, COLS), bt=torch.arange(20.0)[None], scale=1.0, out_offset=0)
+    link.kernels.bind(1, 0, Site.LM_HEAD, (part,), COLS, 20)
+    link.engine.send_plan(1, [PlanSegment(1, 3, 1, 7)])
+    out = link.call(site=Site.LM_HEAD, out_slice=(5, 5 + COLS))
+    assert torch.equal(out[1:], COLS * torch.arange(5.0, 5 + COLS).expand(3, -1))
+    assert not out[0].any()
+    with pytest.raises(LinkRefused, match=f"columns 5..9 came with room for {COLS}"):
+        link.call(site=Site.LM_HEAD, out_slice=(5, 9))
+
+
+def test_an_embedding_is_computed_from_token_ids_alone(link: Link) -> None:
+    part = Part(a=torch.arange(30.0)[None], bt=torch.ones(1, COLS), scale=2.0, out_offset=0)
+    link.kernels.bind(1, 0, Site.EMBED, (part,), 30, COLS)
+    link.engine.send_plan(1, [PlanSegment(0, 3, 1, 7)])
+    out, ids = torch.full((ROWS, COLS), torch.nan), torch.tensor([[4], [29], [0], [7]])
+    ticket = link.engine.submit(1, 0, Site.EMBED, torch.empty(ROWS, 0), COLS, topk_ids=ids)
+    link.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
+    assert out[:, 0].tolist() == [8.0, 58.0, 0.0, 0.0]
+    for wrong in (None, torch.zeros(ROWS, 2)):
+        link.engine.send_plan(1, [PlanSegment(0, 3, 1, 7)])
+        ticket = link.engine.submit(1, 0, Site.EMBED, torch.empty(ROWS, 0), COLS, topk_ids=wrong)
+        with pytest.raises(LinkRefused, match=r"needs topk_ids|one token id a row"):
+            link.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
+
+
 def test_a_routed_site_without_routing_is_refused(link: Link) -> None:
     link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
     with pytest.raises(LinkRefused, match="topk 0"):

@@ -180,10 +180,12 @@ def test_an_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
     assert "found [64, 4]; wanted [32, 4]" in message
 
 
-def test_the_shared_experts_gate_is_no_site_and_is_refused(tmp_path: Path) -> None:
+def test_a_shared_experts_gate_of_another_width_is_refused(tmp_path: Path) -> None:
     directory = write_peft_adapter(tmp_path / "a", QWEN2, rank=4, config={"target_modules": "all-linear"})
-    change_tensors(directory, lambda t: with_pair(t, "model.layers.0.mlp.shared_expert_gate", out_dim=1))
-    assert "shared_expert_gate" in refusal(directory, card=QWEN2)
+    change_tensors(directory, lambda t: with_pair(t, "model.layers.0.mlp.shared_expert_gate", out_dim=2))
+    message = refusal(directory, card=QWEN2)
+    assert "shared_expert_gate" in message
+    assert "found [2, 4]; wanted [1, 4]" in message
 
 
 def test_an_expert_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class EngineEnd:
     ) -> Ticket:
         """Send the rows of x [T, ...] to be answered with [T, out_cols] of the same dtype. Never waits.
 
+        With `out_slice`, out_cols are those of the slice. A call may carry ids alone: x is [T, 0] then.
+
         `row_start` is the step's row of x[0]. What finds no room or credit now is sent by `wait`, so x must
         not change until then.
         """
@@ -154,6 +156,11 @@ class EngineEnd:
     def close(self) -> None:
         """Shut this end and wake a waiter. Any thread; memory goes when the last view of it does."""
         self._port.mark(State.SHUT)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that a chunk may take, each way."""
+        return self._port.buffer_bytes
 
     @property
     def is_alive(self) -> bool:

@@ -11,6 +11,7 @@ dtype. The link does not know what a site means: `[k, f]` of a row is flattened 
 """
 
 import enum
+import itertools
 import mmap
 import struct
 from typing import NamedTuple
@@ -155,3 +156,10 @@ def chunk_rows(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_b
     """Cut a site call into `(row_start, rows)`: one request chunk, one reply buffer."""
     step = rows_that_fit(request_row_bytes, reply_row_bytes, buffer_bytes)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]
+
+
+def column_slices(columns: int, item_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
+    """Cut a reply row that is wider than a buffer into `[begin, end)`, as even as can be; one slice if it fits."""
+    pieces = -(-columns * item_bytes // buffer_bytes)
+    edges = [columns * i // pieces for i in range(pieces + 1)]
+    return list(itertools.pairwise(edges))

@@ -24,6 +24,7 @@ from infinilora.link.ports import Ticket, checked, refusal
 SEND_TIMEOUT_S = 30.0
 """A server that cannot write an answer for this long takes its engine for dead."""
 
+_NOTHING = memoryview(b"")
 _PAD = bytes(64)
 _SOCKET_BUFFER_BYTES = 1 << 22
 
@@ -293,7 +294,7 @@ def _gather(ticket: Ticket, sequence: int) -> tuple[Header, list[memoryview]]:
             pieces.append(memoryview(_PAD)[:gap])
             size += gap
         part = tensor[start : start + rows].contiguous().view(torch.uint8)
-        pieces.append(part.numpy().data.cast("B"))
+        pieces.append(part.numpy().data.cast("B") if part.numel() else _NOTHING)
         size += part.numel()
     return ticket.chunk_header(ticket.sent, sequence, size), pieces
 

@@ -21,6 +21,8 @@ class SiteKernels(Protocol):
     """The part of SlotKernels that computes."""
 
     def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None: ...
+    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None: ...
+    def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None: ...
     def moe_gate_up(
         self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
     ) -> None: ...
@@ -123,7 +125,10 @@ class StepWork:
 
 
 class SiteCall(NamedTuple):
-    """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f]."""
+    """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f].
+
+    EMBED has its token ids in `topk_ids` [rows, 1]. With `first_column`, out is a slice of a dense site's columns.
+    """
 
     layer: int
     site: int
@@ -132,6 +137,7 @@ class SiteCall(NamedTuple):
     out: Tensor
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+    first_column: int | None = None
 
 
 def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall, *, accumulate: bool = False) -> None:
@@ -150,6 +156,10 @@ def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall
                 if weights is None:
                     raise InvalidRequest("site moe_down came without topk_weights")
                 kernels.moe_down(call.layer, table, call.x, ids, weights, call.out, accumulate=accumulate)
+            case Site.EMBED:
+                kernels.embed(call.layer, table, _token_ids(call), call.out, accumulate=accumulate)
+            case _ if call.first_column is not None:
+                kernels.dense_columns(call.layer, call.site, table, call.x, call.out, first=call.first_column)
             case _:
                 kernels.dense(call.layer, call.site, table, call.x, call.out, accumulate=accumulate)
 
@@ -158,6 +168,13 @@ def _ids(call: SiteCall) -> Tensor:
     if call.topk_ids is None or call.topk_ids.dtype != torch.int32:
         raise InvalidRequest(f"site {call.site} needs topk_ids, int32 [rows, k]")
     return call.topk_ids
+
+
+def _token_ids(call: SiteCall) -> Tensor:
+    ids = _ids(call)
+    if ids.shape[1] != 1:
+        raise InvalidRequest(f"site embed needs one token id a row; found {ids.shape[1]}")
+    return ids[:, 0]
 
 
 def _check_order(segments: Sequence[TenancyRows]) -> int:

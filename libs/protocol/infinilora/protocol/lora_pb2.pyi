@@ -22,7 +22,7 @@ class Offer(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "engine_id", "incarnation", "base_fingerprint", "dtype", "max_rows", "offers")
+    __slots__ = ("protocol_version", "engine_id", "incarnation", "base_fingerprint", "dtype", "max_rows", "offers", "sites")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Hello(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     engine_id: str
     incarnation: str
@@ -37,7 +38,8 @@ class Hello(_message.Message):
     dtype: str
     max_rows: int
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
-    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
+    sites: int
+    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., sites: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "group", "incarnation", "chosen", "secret")

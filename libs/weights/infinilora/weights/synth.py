@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.weights.names import PREFIX
 from infinilora.weights.peft import TENSORS_FILE
@@ -21,10 +21,14 @@ from infinilora.weights.tensorfile import LENGTH_BYTES, NUMPY_DTYPES, Array
 
 
 def modules_of(card: BaseCard, targets: Sequence[str] | None = None) -> Iterator[tuple[str, int, int]]:
-    """(module, in, out) of every projection whose last name is in `targets`; None: every one of the base."""
+    """(module, in, out) of every projection whose last name is in `targets`; None: every one of the layers.
+
+    The embedding and lm_head must be named: they are as wide as the vocabulary, and few adapters have them.
+    """
     for site in card.sites:
         for part in site.parts:
-            if targets is None or part.module.rpartition(".")[2] in targets:
+            wanted = site.site not in (Site.EMBED, Site.LM_HEAD)
+            if wanted if targets is None else part.module.rpartition(".")[2] in targets:
                 for expert in range(site.num_experts or 1):
                     yield part.module.replace("{expert}", str(expert)), site.in_dim, part.out_dim
 
@@ -75,13 +79,14 @@ def lora_config(card: BaseCard, *, rank: int, modules: list[str], targets: Seque
 def random_pairs(
     modules: Sequence[tuple[str, int, int]], *, rank: int, seed: int, dtype: str, std: float
 ) -> dict[str, Array]:
-    """A normal A and B for each module, under PEFT's keys."""
+    """A normal A and B for each module, under PEFT's keys. An embedding is a module of this name."""
     dice, kind = np.random.default_rng(seed), NUMPY_DTYPES[dtype]
     tensors: dict[str, Array] = {}
     for module, in_dim, out_dim in modules:
+        key = "lora_embedding_{}" if module.endswith("embed_tokens") else "lora_{}.weight"
         for half, shape in (("A", (rank, in_dim)), ("B", (out_dim, rank))):
             values = dice.standard_normal(shape, np.float32) * np.float32(std)
-            tensors[f"{PREFIX}{module}.lora_{half}.weight"] = values.astype(kind)
+            tensors[f"{PREFIX}{module}.{key.format(half)}"] = values.astype(kind)
     return tensors
 
 

@@ -3,13 +3,16 @@
 Knows the model, the LoRA interface and the sampler; decides nothing about who runs. Rows of one adapter are
 neighbours and base rows come last. When the deltas of some rows are lost, those rows are dropped and the step
 is run again without them: what they wrote into the cache is overwritten when they are run again.
+
+Logits are of a few of a step's rows, so adapters of lm_head have a plan of their own, made only if there are any.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +68,7 @@ class Runner:
             batch = self._batch([p.rows for p in placed])
             hidden = self._forward(batch, placed, outcome)
             if hidden is not None:
-                self._read(hidden, [p.rows for p in placed], outcome)
+                self._read(hidden, placed, outcome)
                 return outcome
             placed = [p for p in placed if p.rows not in outcome.lost]
         return outcome
@@ -90,14 +93,11 @@ class Runner:
 
     def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
         """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
-        plan = self._lora.begin(list(_segments(placed)), _trace_of(placed))
+        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), _trace_of(placed))
         try:
             return self._decoder.forward(batch, self._lora, plan)
         except StepLost as loss:
-            lost = [p.rows for p in placed if p.lease and p.lease.digest in loss.digests]
-            lost = lost or [p.rows for p in placed if p.lease]
-            logger.warning("rows lost their adapter in a step", extra={"rows": len(lost), "reason": loss.reason})
-            outcome.lost += lost
+            _lose(loss, placed, outcome)
             return None
         finally:
             if plan is not None:
@@ -129,35 +129,77 @@ class Runner:
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
         return Batch(token_ids=token_ids, positions=torch.from_numpy(positions).to(device), paging=paging)
 
-    def _read(self, hidden: Tensor, rows: list[Rows], outcome: Outcome) -> None:
-        outcome.done = rows
-        last, sampling, at = [], [], 0
-        for item in rows:
-            sequence = item.sequence
+    def _read(self, hidden: Tensor, placed: list[Placed], outcome: Outcome) -> None:
+        heads: list[_Head] = []
+        at = 0
+        for each in placed:
+            item, sequence = each.rows, each.rows.sequence
             if sequence.params.prompt_logprobs is not None:
-                scores = self._score_prompt(hidden[at : at + item.count], item)
-                outcome.prompt_scores[sequence] = scores
+                self._score_prompt(hidden[at : at + item.count], each, outcome)
             at += item.count
             if item.reaches_end and sequence.num_produced < sequence.params.max_tokens:
-                last.append(at - 1)
-                sampling.append(sequence)
-        if sampling:
-            logits = self._decoder.logits(hidden[last] if len(last) < hidden.shape[0] else hidden)
-            outcome.sampled = dict(zip(sampling, sample(logits, sampling), strict=True))
+                heads.append(_Head(at - 1, each))
+        self._sample(hidden, heads, outcome)
+        outcome.done = [p.rows for p in placed if p.rows not in outcome.lost]
 
-    def _score_prompt(self, hidden: Tensor, item: Rows) -> dict[int, TokenScore]:
+    def _sample(self, hidden: Tensor, heads: list["_Head"], outcome: Outcome) -> None:
+        """A token for each head, but for those whose deltas were lost."""
+        while heads := [head for head in heads if head.placed.rows not in outcome.lost]:
+            last = [head.row for head in heads]
+            rows = hidden[last] if len(last) < hidden.shape[0] else hidden
+            try:
+                logits = self._logits(rows, [(head.placed.lease, 1) for head in heads])
+            except StepLost as loss:
+                _lose(loss, [head.placed for head in heads], outcome)
+                continue
+            sequences = [head.placed.rows.sequence for head in heads]
+            outcome.sampled = dict(zip(sequences, sample(logits, sequences), strict=True))
+            return
+
+    def _logits(self, hidden: Tensor, runs: list[tuple[Lease | None, int]]) -> Tensor:
+        """fp32 [rows, vocab] of rows in runs of (lease, number), grouped by lease. Raises StepLost."""
+        if not any(lease is not None and lease.layer_sites[-1] for lease, _ in runs):
+            return self._decoder.logits(hidden, self._lora, None)
+        plan = self._lora.begin(list(_segments(runs)))
+        try:
+            return self._decoder.logits(hidden, self._lora, plan)
+        finally:
+            if plan is not None:
+                self._lora.end(plan)
+
+    def _score_prompt(self, hidden: Tensor, placed: Placed, outcome: Outcome) -> None:
         """Row p predicts token p + 1: score those that are prompt tokens."""
-        sequence = item.sequence
+        item, sequence = placed.rows, placed.rows.sequence
         scores: dict[int, TokenScore] = {}
         end = min(item.start + item.count, sequence.num_prompt - 1)
         for start in range(item.start, end, _SCORED_ROWS):
             stop = min(start + _SCORED_ROWS, end)
-            logprobs = self._decoder.logits(hidden[start - item.start : stop - item.start]).log_softmax(-1)
+            rows = hidden[start - item.start : stop - item.start]
+            try:
+                logprobs = self._logits(rows, [(placed.lease, len(rows))]).log_softmax(-1)
+            except StepLost as loss:
+                _lose(loss, [placed], outcome)
+                return
             num_top = sequence.params.prompt_logprobs or 0
             tokens = sequence.tokens[start + 1 : stop + 1]
             scored = score(logprobs, tokens, [num_top] * len(tokens))
             scores.update(zip(range(start + 1, stop + 1), scored, strict=True))
-        return scores
+        outcome.prompt_scores[sequence] = scores
+
+
+class _Head(NamedTuple):
+    """A row of a step's hidden states that a token is sampled from, and whose it is."""
+
+    row: int
+    placed: Placed
+
+
+def _lose(loss: StepLost, placed: list[Placed], outcome: Outcome) -> None:
+    """Note whose rows are lost: those of the digests that the loss names, else all that have an adapter."""
+    lost = [p.rows for p in placed if p.lease and p.lease.digest in loss.digests]
+    lost = lost or [p.rows for p in placed if p.lease]
+    logger.warning("rows lost their adapter in a step", extra={"rows": len(lost), "reason": loss.reason})
+    outcome.lost += lost
 
 
 def _by_slot(placed: Placed) -> tuple[bool, str, int, int]:
@@ -165,11 +207,11 @@ def _by_slot(placed: Placed) -> tuple[bool, str, int, int]:
     return (lease is None, "" if lease is None else lease.group, -1 if lease is None else lease.slot, order)
 
 
-def _segments(placed: list[Placed]) -> Iterator[AdapterRows]:
-    """One entry for each run of rows under one lease."""
+def _segments(runs: Iterable[tuple[Lease | None, int]]) -> Iterator[AdapterRows]:
+    """One entry for each run of rows under one lease; `runs` are (lease, number of rows)."""
     at = 0
-    for lease, run in groupby(placed, key=lambda p: p.lease):
-        count = sum(p.rows.count for p in run)
+    for lease, neighbours in groupby(runs, key=itemgetter(0)):
+        count = sum(number for _, number in neighbours)
         if lease is not None:
             yield AdapterRows(at, count, lease)
         at += count

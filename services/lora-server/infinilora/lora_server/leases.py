@@ -6,6 +6,8 @@ engine                              server
   (attaches) Ready            ->      takes its end, starts the serving thread
   LeaseRequest / LeaseRelease ->      the pool
                               <-      LeaseGranted, LayersReady ..., or LeaseFailed
+
+The Hello names the sites that the engine computes; an adapter that needs another is refused (outbox.py).
 """
 
 import asyncio
@@ -21,7 +23,8 @@ from infinilora.lora_server.serve import LinkThread
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded
-from infinilora.protocol.ids import PROTOCOL_VERSION, Fingerprint, parse_digest
+from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint, parse_digest
+from infinilora.protocol.sites import UNNAMED_SITES
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.rpc import Call
 from infinilora.runtime.service import Service
@@ -78,11 +81,13 @@ class LoraServer:
         except BaseException:
             opening.cancel()
             raise
-        thread, outbox = self._start(end, holder)
+        thread, outbox = self._start(end, holder, hello.sites or UNNAMED_SITES)
         logger.info("link open", extra={"engine_id": holder, "backend": opening.chosen["backend"]})
         reader = self._service.spawn(self._read(requests, holder, outbox), f"leases of {holder}")
         try:
             while messages := await outbox.take():
+                for digest in outbox.take_refused():
+                    self._give_up(holder, digest, outbox)
                 for message in messages:
                     yield message
         finally:
@@ -127,8 +132,8 @@ class LoraServer:
             )
         )
 
-    def _start(self, end: ServerEnd, holder: str) -> tuple[LinkThread, Outbox]:
-        outbox = Outbox(asyncio.get_running_loop())
+    def _start(self, end: ServerEnd, holder: str, computed_sites: int) -> tuple[LinkThread, Outbox]:
+        outbox = Outbox(asyncio.get_running_loop(), computed_sites)
         thread = LinkThread(
             end,
             self._pool.kernels,
@@ -160,11 +165,13 @@ class LoraServer:
                 outbox.forget(digest)
                 self._pool.lease(holder, digest, outbox.put)
             case "release":
-                digest = parse_digest(message.release.digest)
-                self._pool.release(holder, digest)
-                outbox.forget(digest)
+                self._give_up(holder, parse_digest(message.release.digest), outbox)
             case other:
                 raise InvalidRequest(f"an open link carries leases and releases; found {other}")
+
+    def _give_up(self, holder: str, digest: Digest, outbox: Outbox) -> None:
+        self._pool.release(holder, digest)
+        outbox.forget(digest)
 
     async def _end(self, thread: LinkThread, holder: str) -> None:
         """The stream is over: leases fall at once, then the link."""

@@ -1,11 +1,16 @@
-"""What an engine is still to be told of its leases, newest state only: from the pool's threads to the stream's task."""
+"""What an engine is still to be told of its leases, newest state only: from the pool's threads to the stream's task.
+
+A lease of an adapter that needs a site which the engine does not compute is refused here: it would serve half of it.
+"""
 
 import asyncio
 import threading
 
 from infinilora.pool.pool import LeaseState
 from infinilora.protocol import lora_pb2
+from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
+from infinilora.protocol.sites import first_beyond
 
 Message = lora_pb2.ServerMessage
 
@@ -13,11 +18,14 @@ Message = lora_pb2.ServerMessage
 class Outbox:
     """At most one unsent state for a digest: a slow reader gets fewer messages, never older ones."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, computed_sites: int) -> None:
+        """`computed_sites`: a mask of what the engine adds deltas at."""
         self._loop = loop
+        self._computed_sites = computed_sites
         self._lock = threading.Lock()
         self._unsent: dict[Digest, LeaseState] = {}
         self._announced: dict[Digest, tuple[int, int]] = {}
+        self._refused: list[Digest] = []
         self._changed = asyncio.Event()
         self._is_closed = False
 
@@ -32,6 +40,11 @@ class Outbox:
         with self._lock:
             self._unsent.pop(digest, None)
             self._announced.pop(digest, None)
+
+    def take_refused(self) -> list[Digest]:
+        """Whose leases the latest messages refuse: they are still held, and whoever sends must give them up first."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def close(self) -> None:
         """Nothing more will come; `take` returns what is left and then nothing. From any thread."""
@@ -57,9 +70,12 @@ class Outbox:
 
     def _messages(self, state: LeaseState) -> list[Message]:
         digest = state.digest
-        if state.error:
+        error = state.error or self._half_served(state)
+        if error:
             self._announced.pop(digest, None)
-            lost = lora_pb2.LeaseFailed(digest=digest, code=state.error.code, message=state.error.message)
+            if not state.error:
+                self._refused.append(digest)
+            lost = lora_pb2.LeaseFailed(digest=digest, code=error.code, message=error.message)
             return [Message(failed=lost)]
         tenancy = (state.slot, state.slot_generation)
         messages = []
@@ -81,3 +97,13 @@ class Outbox:
                 )
             )
         return messages
+
+    def _half_served(self, state: LeaseState) -> AdapterFailed | None:
+        beyond = first_beyond(state.layer_sites, self._computed_sites)
+        if beyond is None:
+            return None
+        layer, site = beyond
+        return AdapterFailed(
+            f"adapter {state.digest} adapts site {site.label} of layer {layer}, which this engine does not compute; "
+            "wanted an engine that does (a newer version)"
+        )

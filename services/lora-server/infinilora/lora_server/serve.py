@@ -138,13 +138,18 @@ class LinkThread:
         """The call in the shapes of SlotKernels. On the link a row is flat."""
         header, x, out = call.header, call.x, self._end.reply_buffer(call)
         assert x is not None
-        if header.in_end or header.out_end:
-            raise InvalidRequest("a call for a slice of a site; this server computes whole sites")
+        if header.in_end or (header.out_end and header.site != Site.LM_HEAD):
+            raise InvalidRequest("a call for a slice of a site; this server computes whole sites, but for lm_head")
+        if header.out_end and header.out_end - header.out_begin != header.out_cols:
+            raise InvalidRequest(
+                f"a call for columns {header.out_begin}..{header.out_end} came with room for {header.out_cols}"
+            )
         if header.site == Site.MOE_GATE_UP:
             out = out.view(header.rows, _topk(header), -1)
         elif header.site == Site.MOE_DOWN:
             x = x.view(header.rows, _topk(header), -1)
-        return SiteCall(header.layer, header.site, header.row_start, x, out, call.topk_ids, call.topk_weights)
+        first = header.out_begin if header.out_end else None
+        return SiteCall(header.layer, header.site, header.row_start, x, out, call.topk_ids, call.topk_weights, first)
 
     def _refuse(self, call: Call, error: InfiniLoraError) -> None:
         header = call.header

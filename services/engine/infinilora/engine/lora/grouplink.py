@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from infinilora.engine.lora.interface import COMPUTED_SITES
 from infinilora.link.ends import EngineEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.open import LinkSettings, Offers, attach
@@ -55,6 +56,7 @@ class Identity:
                 dtype=self.dtype,
                 max_rows=self.max_rows,
                 offers=wire,
+                sites=COMPUTED_SITES,
             )
         )
 

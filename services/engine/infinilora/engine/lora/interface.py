@@ -15,6 +15,10 @@ from torch import Tensor
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.ids import Digest
+from infinilora.protocol.sites import site_mask
+
+COMPUTED_SITES = site_mask(Site)
+"""The sites whose deltas the model submits and adds. An adapter that needs another is never served by halves."""
 
 
 class LeaseStatus(Enum):
@@ -114,7 +118,10 @@ class LoraBackend(Protocol):
     def submit(
         self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
     ) -> Ticket | None:
-        """Send the plan's rows of x [T, in] (MOE_DOWN: [T, k, f]); None where nothing is adapted."""
+        """Send the plan's rows of x [T, in] (MOE_DOWN: [T, k, f]); None where nothing is adapted.
+
+        For EMBED x is the token ids, int32 [T, 1].
+        """
         ...
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:

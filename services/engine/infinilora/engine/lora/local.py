@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from infinilora.engine.lora.interface import (
+    COMPUTED_SITES,
     AdapterRows,
     Lease,
     LeaseStatus,
@@ -25,8 +26,9 @@ from infinilora.engine.lora.layout import Layout, Range
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.pool import AdapterPool, LeaseState
 from infinilora.protocol.adapter import Site
-from infinilora.protocol.errors import AdapterError
+from infinilora.protocol.errors import AdapterError, AdapterFailed
 from infinilora.protocol.ids import Digest
+from infinilora.protocol.sites import first_beyond
 
 HOLDER = "engine"
 GROUP = "local"
@@ -123,13 +125,14 @@ class LocalLora:
 
     def _compute(self, ticket: LocalTicket, y: Tensor, rows: Range) -> None:
         at, routing = slice(rows.start, rows.stop), ticket.routing
+        ids = ticket.x if ticket.site is Site.EMBED else None if routing is None else routing.topk_ids
         call = SiteCall(
             ticket.layer,
             ticket.site,
             rows.start,
             ticket.x[at],
             y[at],
-            None if routing is None else routing.topk_ids[at],
+            None if ids is None else ids[at],
             None if routing is None else routing.topk_weights[at],
         )
         try:
@@ -151,6 +154,10 @@ class LocalLora:
 
     def _changed(self, state: LeaseState) -> None:
         """From any thread, under the pool's lock."""
+        if beyond := first_beyond(state.layer_sites, COMPUTED_SITES):
+            layer, site = beyond
+            what = f"adapter {state.digest} adapts site {site.label} of layer {layer}"
+            state = LeaseState(state.digest, error=AdapterFailed(f"{what}, which this engine does not compute"))
         with self._lock:
             self._states[state.digest] = state
         self._on_change()

@@ -13,10 +13,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from infinilora.engine.lora.book import LeaseBook
@@ -36,8 +37,9 @@ from infinilora.engine.lora.interface import (
 from infinilora.engine.lora.layout import Layout, Span
 from infinilora.link import ports
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
-from infinilora.link.frame import NO_TRACE, PlanSegment
+from infinilora.link.frame import NO_TRACE, PlanSegment, column_slices
 from infinilora.link.open import LinkSettings
+from infinilora.pool.bind import TORCH_DTYPES
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.control import Placement
@@ -73,8 +75,10 @@ class _Part:
 
     span: Span
     rows: slice
-    link: GroupLink | None
-    ticket: ports.Ticket | None
+    link: GroupLink | None = None
+    ticket: ports.Ticket | None = None
+    columns: slice | None = None
+    """Of y, where a row is asked for slice by slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class RemoteLora:
         on_change: OnChange,
     ) -> None:
         self._geometry = card.geometry()
+        self._dtype = TORCH_DTYPES[identity.dtype]
         self._identity = identity
         self._channels = channels
         self._link_settings = link
@@ -308,22 +313,28 @@ class RemoteLora:
         out_cols = self._geometry[layer, site].out_dim
         if site is Site.MOE_GATE_UP and routing is not None:
             out_cols *= routing.topk_ids.shape[1]
-        parts = []
+        parts: list[_Part] = []
         for found in ranges:
-            rows, link = slice(found.start, found.stop), plan.links[found.span]
-            ticket = None
-            if link is not None:
+            span, rows, link = plan.layout.spans[found.span], slice(found.start, found.stop), plan.links[found.span]
+            if link is None:
+                parts.append(_Part(span, rows))
+            elif site is Site.LM_HEAD:
+                parts += _slices(plan, layer, x[rows], out_cols, _Part(span, rows, link))
+            else:
+                sent, ids = x[rows], None if routing is None else routing.topk_ids[rows]
+                if site is Site.EMBED:
+                    sent, ids = torch.empty(len(sent), 0, dtype=self._dtype), sent
                 ticket = link.end.submit(
                     plan.step_id,
                     layer,
                     site,
-                    x[rows],
+                    sent,
                     out_cols,
                     row_start=found.start,
-                    topk_ids=None if routing is None else routing.topk_ids[rows],
+                    topk_ids=ids,
                     topk_weights=None if routing is None or site is not Site.MOE_DOWN else routing.topk_weights[rows],
                 )
-            parts.append(_Part(plan.layout.spans[found.span], rows, link, ticket))
+                parts.append(_Part(span, rows, link, ticket))
         return RemoteTicket(site, tuple(parts), time.monotonic())
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
@@ -332,7 +343,8 @@ class RemoteLora:
         assert isinstance(ticket, RemoteTicket)
         p99 = self._p99[ticket.site]
         for part in ticket.parts:
-            self._wait(part, y[part.rows], site_deadline_s(p99.value))
+            rows = y[part.rows]
+            self._wait(part, rows if part.columns is None else rows[:, part.columns], site_deadline_s(p99.value))
         p99.add(time.monotonic() - ticket.sent_at)
 
     def _wait(self, part: _Part, y: Tensor, deadline_s: float) -> None:
@@ -378,3 +390,21 @@ class RemoteLora:
         with self._lock:
             waiting = {name: link.end.num_outstanding for name, link in self._links.items()}
         assert not any(waiting.values()), f"site calls were never waited for: {waiting}"
+
+
+def _slices(plan: RemotePlan, layer: int, x: Tensor, out_cols: int, part: _Part) -> Iterator[_Part]:
+    """Submit a site call of lm_head: a row as wide as the vocabulary may not fit a buffer, so it comes in slices."""
+    assert part.link is not None
+    end = part.link.end
+    slices = column_slices(out_cols, x.element_size(), end.buffer_bytes)
+    for first, stop in slices:
+        ticket = end.submit(
+            plan.step_id,
+            layer,
+            Site.LM_HEAD,
+            x,
+            stop - first,
+            row_start=part.rows.start,
+            out_slice=(first, stop) if len(slices) > 1 else (0, 0),
+        )
+        yield replace(part, ticket=ticket, columns=slice(first, stop))

@@ -32,9 +32,9 @@ class Decoder:
 
     def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come."""
-        deltas: Deltas = NoDeltas() if plan is None else LoraDeltas(lora, plan)
+        deltas = _deltas(lora, plan)
         ops, eps = self.ops, self.spec.norm_eps
-        residual = self.weights.embed[batch.token_ids]
+        residual = deltas.embed(batch.token_ids, self.weights.embed)
         out: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             if out is None:
@@ -46,10 +46,10 @@ class Decoder:
             out = self._mlp(index, layer, x, deltas)
         return residual if out is None else residual.add_(out)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [rows, vocab] of some rows of what `forward` returned."""
+    def logits(self, hidden: Tensor, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
+        """fp32 [rows, vocab] of some rows of what `forward` returned. `plan` counts these rows; raises StepLost."""
         x = self.ops.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
-        return self.weights.lm_head(x).float()
+        return _deltas(lora, plan).linear(self.spec.num_layers, Site.LM_HEAD, x, self.weights.lm_head).float()
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch, deltas: Deltas) -> Tensor:
         spec, ops = self.spec, self.ops
@@ -78,3 +78,7 @@ class Decoder:
             return moe_block(index, layer.mlp, x, self.ops, deltas)
         act = self.ops.silu_mul(deltas.linear(index, Site.GATE_UP, x, layer.mlp.gate_up))
         return deltas.linear(index, Site.DOWN, act, layer.mlp.down)
+
+
+def _deltas(lora: LoraBackend, plan: StepPlan | None) -> Deltas:
+    return NoDeltas() if plan is None else LoraDeltas(lora, plan)

@@ -32,7 +32,8 @@ def moe_block(layer: int, moe: MoeWeights, x: Tensor, ops: Ops, deltas: Deltas) 
 
     if moe.shared is not None and moe.shared_gate is not None:
         shared = ops.silu_mul(deltas.linear(layer, Site.SHARED_GATE_UP, x, moe.shared.gate_up))
-        y += torch.sigmoid(moe.shared_gate(x)) * deltas.linear(layer, Site.SHARED_DOWN, shared, moe.shared.down)
+        gate = deltas.linear(layer, Site.SHARED_GATE, x, moe.shared_gate)
+        y += torch.sigmoid(gate) * deltas.linear(layer, Site.SHARED_DOWN, shared, moe.shared.down)
     return y
 
 

@@ -81,8 +81,12 @@ def _expert_shapes(spec: ModelSpec, layer: int, moe: MoeSpec) -> Shapes:
 
 
 def site_geometry(spec: ModelSpec) -> tuple[SiteGeometry, ...]:
-    """Where adapters may add deltas, layer by layer; `lm_head` and `embed` are not served yet, so not offered."""
-    return tuple(site for layer in range(spec.num_layers) for site in _layer_sites(spec, layer))
+    """Where adapters may add deltas, by (layer, site). `embed` is of layer 0, `lm_head` of the layer after the last."""
+    h, vocab = spec.hidden_dim, spec.vocab_size
+    sites = [site for layer in range(spec.num_layers) for site in _layer_sites(spec, layer)]
+    sites.append(_site(0, Site.EMBED, vocab, (EMBED.removesuffix(".weight"),), (h,)))
+    sites.append(_site(spec.num_layers, Site.LM_HEAD, h, (LM_HEAD.removesuffix(".weight"),), (vocab,)))
+    return tuple(sorted(sites, key=lambda site: (site.layer, site.site)))
 
 
 def _layer_sites(spec: ModelSpec, layer: int) -> list[SiteGeometry]:
@@ -116,6 +120,8 @@ def _moe_sites(spec: ModelSpec, layer: int, moe: MoeSpec) -> list[SiteGeometry]:
         sites.append(_site(layer, Site.SHARED_GATE_UP, h, (f"{shared}.gate_proj", f"{shared}.up_proj"), (s, s)))
         sites.append(_site(layer, Site.SHARED_DOWN, s, (f"{shared}.down_proj",), (h,)))
     sites.append(_site(layer, Site.ROUTER, h, (f"{p}.gate",), (e,)))
+    if moe.shared_dim:
+        sites.append(_site(layer, Site.SHARED_GATE, h, (f"{p}.shared_expert_gate",), (1,)))
     return sites
 
 
