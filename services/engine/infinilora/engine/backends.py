@@ -23,7 +23,7 @@ from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import GroupLoad, Placement
 from infinilora.protocol.errors import Internal, Unavailable
-from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
@@ -60,23 +60,35 @@ class Around:
     blobs: BlobStore
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLora:
+    """A backend, and how this process lets go of a deleted adapter (from any thread; where it has none: nothing)."""
+
+    backend: LoraBackend
+    forget: Callable[[Digest], None]
+
+
 @asynccontextmanager
 async def open_lora(
     settings: Settings, model: LoadedModel, service: Service, around: Around, bell: Bell
-) -> AsyncIterator[LoraBackend]:
+) -> AsyncIterator[OpenLora]:
     """The backend, closed at the end of the block; by then the step thread must have stopped."""
     match settings.lora:
         case "none":
-            yield NoLora()
+            yield OpenLora(NoLora(), _holds_none)
         case "local":
             pool = _open_pool(settings, model, around.blobs, service)
             try:
-                yield LocalLora(pool, bell.ring)
+                yield OpenLora(LocalLora(pool, bell.ring), pool.forget)
             finally:
                 pool.close()
         case "remote":
             async with _open_remote(settings, model, service, around, bell) as backend:
-                yield backend
+                yield OpenLora(backend, _holds_none)
+
+
+def _holds_none(digest: Digest) -> None:
+    """No adapter's bytes are in this process."""
 
 
 def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service: Service) -> AdapterPool:
@@ -89,7 +101,7 @@ def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service
         num_layers=card.num_layers,
         capacity_bytes=settings.pool_bytes,
         num_slots=settings.pool_slots,
-        cache_dir=settings.var_dir / "cache" / settings.engine_id,
+        cache_dir=settings.var_dir / "cache",
         cache_bytes=settings.cache_bytes,
         device=device,
     )

@@ -37,7 +37,7 @@ async def serve(settings: Settings, service: Service) -> None:
     model = await asyncio.to_thread(load_model, _model_options(settings))
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
-        engine, loop = await stack.enter_async_context(_engine(settings, service, model, around))
+        engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around))
         token = settings.rpc_token.get_secret_value()
         server = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, engine)], token=token))
         address = settings.advertise or server.address
@@ -48,7 +48,7 @@ async def serve(settings: Settings, service: Service) -> None:
         )
         service.spawn(heart.run(), "heart")
         service.spawn(keep_publishing(around.blobs, model.card, settings.model), "publish")
-        await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, Commands(engine).handle)
+        await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, commands.handle)
         service.ready()
         heart.beat_now()
         logger.info("engine serves", extra={"address": address, "model": model.card.name, "lora": settings.lora})
@@ -68,8 +68,8 @@ async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
 @asynccontextmanager
 async def _engine(
     settings: Settings, service: Service, model: LoadedModel, around: Around
-) -> AsyncIterator[tuple[Engine, EngineLoop]]:
-    """The step thread and its door; the thread has stopped when the block has ended."""
+) -> AsyncIterator[tuple[Engine, EngineLoop, Commands]]:
+    """The step thread and its doors; the thread has stopped when the block has ended."""
     mailboxes, bell = Mailboxes(), Bell()
     traces = telemetry.setup(
         "engine",
@@ -85,7 +85,7 @@ async def _engine(
         lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
         loop = make_loop(
             model,
-            lora,
+            lora.backend,
             Limits(settings.max_running, settings.step_tokens, settings.max_bypass),
             max_waiting=settings.max_waiting,
             patience=Patience(settings.loading_patience_s, settings.lost_patience_s),
@@ -96,7 +96,8 @@ async def _engine(
         bell.connect(loop.wake)
         loop.start()
         stack.push_async_callback(asyncio.to_thread, loop.stop)
-        yield Engine(loop, mailboxes, model.facts, traces), loop
+        engine = Engine(loop, mailboxes, model.facts, traces)
+        yield engine, loop, Commands(engine, lora.forget)
 
 
 def _hooks(mailboxes: Mailboxes, meter: Meter | None, service: Service) -> Hooks:

@@ -6,7 +6,7 @@ Owns the asyncio side; the step thread is loop.py's. Knows the wire, not how a t
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -17,8 +17,9 @@ from infinilora.engine.mailboxes import Mailboxes
 from infinilora.engine.sequence import Sequence
 from infinilora.engine.wire import ModelFacts, read_request, write_event
 from infinilora.protocol import generate_pb2
-from infinilora.protocol.control import Command, CommandReply, Drain
+from infinilora.protocol.control import Command, CommandReply, Drain, Forget
 from infinilora.protocol.errors import InvalidRequest, StaleEpoch, Unavailable
+from infinilora.protocol.ids import Digest
 from infinilora.runtime import telemetry
 from infinilora.runtime.rpc import Call
 from infinilora.runtime.telemetry import Telemetry
@@ -128,8 +129,10 @@ def _outcome(last: Event | None) -> str:
 class Commands:
     """Answers the coordinator. A command of an epoch lower than one seen is refused."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, forget: Callable[[Digest], None]) -> None:
+        """`forget` lets go of a deleted adapter's bytes in this process, if it has any."""
         self._engine = engine
+        self._forget = forget
         self._epoch = 0
 
     async def handle(self, command: Command) -> CommandReply:
@@ -140,6 +143,10 @@ class Commands:
             case Drain(draining=draining):
                 self._engine.is_draining = draining or self._engine.is_stopping
                 logger.info("drain command", extra={"draining": draining, "epoch": command.epoch})
+            case Forget(digest=digest):
+                self._forget(digest)
+                logger.info("forget command", extra={"adapter_id": digest, "epoch": command.epoch})
             case other:
-                raise InvalidRequest(f"an engine takes no {type(other).__name__.lower()} command; wanted drain")
+                wanted = "drain or forget"
+                raise InvalidRequest(f"an engine takes no {type(other).__name__.lower()} command; wanted {wanted}")
         return CommandReply(command_id=command.command_id)
