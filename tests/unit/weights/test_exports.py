@@ -72,6 +72,17 @@ def test_what_mlx_means_otherwise_is_refused(tmp_path: Path, config: dict[str, A
         assert name in refused.value.message
 
 
+@pytest.mark.parametrize("name", ["switch_mlp.up_proj", "experts.up_proj"])
+def test_mlxs_experts_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    module, card = f"model.layers.0.mlp.{name}", tiny_cards()["qwen3_moe"]
+    planes = {
+        f"{module}.lora_a": np.ones((4, 32, RANK), np.float32),
+        f"{module}.lora_b": np.ones((4, RANK, 24), np.float32),
+    }
+    with pytest.raises(AdapterInvalid, match=name):
+        plan_adapter(read_adapter(source(tmp_path / "a", planes)), card)
+
+
 def test_mlx_names_under_a_peft_config_are_not_guessed_at(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
     adapter = write_source(tmp_path / "a", config, tensors())

@@ -129,7 +129,7 @@ class _Places:
             self._place_flattened(container, halves)
         elif join := join_of(module, self._index):
             self._place_joined(module, halves, join)
-        elif stack := stack_of(module, self._index):
+        elif not halves.turned and (stack := stack_of(module, self._index)):
             self._place_stacked(module, halves, stack)
         else:
             raise invalid(
@@ -162,7 +162,7 @@ class _Places:
         if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
             return
         site = stack.experts.geometry
-        halves = stack.established(self._file, halves, terms.rank)
+        stack.check_shapes(self._file, halves, terms.rank)
         for number, expert, pair in stack.pairs(self._file, halves):
             self._add((site.layer, site.site, number), expert, pair, terms.scale)
 

@@ -1,11 +1,11 @@
 """LoRA on experts as three-dimensional tensors, one plane for each expert, as trainers outside PEFT write it.
 
     A [E, r, in]   B [E, out, r]       a plane for each expert
-    A [1, r, in]   or [r, in]          shared by all experts ("shared outer"); B likewise
-    A [E, in, r]   B [E, r, out]       turned: told by the shapes of both, refused where they fit both ways
+    A [1, r, in]   B [1, out, r]       one for all: either of them, or both ("shared outer")
 
-The module is a parameter of the experts' container (`mlp.experts.gate_up_proj`, `mlp.experts.w1`), or one of
-Mixtral's three beside its router (`block_sparse_moe.w1`).
+Any other shape, turned planes among them, is refused with the layout that was looked for. The module is a
+parameter of the experts' container (`mlp.experts.gate_up_proj`, `mlp.experts.w1`), or one of Mixtral's three
+beside its router (`block_sparse_moe.w1`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,6 @@ from infinilora.weights.tensorfile import TensorFile
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CONTAINER = "experts"
-_PLANES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +42,36 @@ class Stacked:
         """The projections of the experts one by one, under which a configuration may target them."""
         return tuple(f"{self.container}.{e}.{leaf}" for e in range(self.num_experts) for leaf in self.leaves)
 
-    def established(self, file: TensorFile, halves: Halves, rank: int) -> Halves:
-        """The halves, with the way they lie told by their shapes. Raises AdapterInvalid where these do not tell."""
-        shapes = file.tensors[halves.a].shape, file.tensors[halves.b].shape
-        ways = [
-            way for way in (halves._replace(turned=False), halves._replace(turned=True)) if self._fit(way, shapes, rank)
-        ]
-        if len(ways) == 1:
-            return ways[0]
+    def check_shapes(self, file: TensorFile, halves: Halves, rank: int) -> None:
+        """Raise AdapterInvalid, naming the layout, unless both tensors have the planes of these experts."""
         in_dim, num = self.experts.geometry.in_dim, self.num_experts
-        what = "fit a stacked expert layout both ways" if ways else "fit no stacked expert layout"
-        raise invalid(
-            file.name,
-            f"tensors {halves.a} and {halves.b}",
-            found=f"shapes {list(shapes[0])} and {list(shapes[1])}, which {what}",
-            wanted=f"A [{num} or 1, rank {rank}, in {in_dim}] and B [{num} or 1, out {self.out_dim}, rank {rank}], "
-            "or both turned; PEFT's flattened layout has other names",
-        )
-
-    def _fit(self, way: Halves, shapes: tuple[tuple[int, ...], tuple[int, ...]], rank: int) -> bool:
-        wanted = way.shapes(rank, self.experts.geometry.in_dim, self.out_dim)
-        planes = [shape[:-2] for shape in shapes]
-        return (
-            tuple(shape[-2:] for shape in shapes) == wanted
-            and any(len(shape) == _PLANES for shape in shapes)
-            and all(plane in {(), (1,), (self.num_experts,)} for plane in planes)
-        )
+        shapes = [file.tensors[tensor].shape for tensor in (halves.a, halves.b)]
+        for shape, matrix in zip(shapes, halves.shapes(rank, in_dim, self.out_dim), strict=True):
+            if shape not in {(num, *matrix), (1, *matrix)}:
+                raise invalid(
+                    file.name,
+                    f"tensors {halves.a} and {halves.b}",
+                    found=f"shapes {list(shapes[0])} and {list(shapes[1])}, which fit no stacked expert layout",
+                    wanted=f"A [{num} or 1, rank {rank}, in {in_dim}] and B [{num} or 1, out {self.out_dim}, "
+                    f"rank {rank}] (PEFT's flattened layout has other names)",
+                )
 
     def pairs(self, file: TensorFile, halves: Halves) -> Iterator[tuple[int, int, Pair]]:
-        """(part, expert, pair) for each; `halves` are established."""
+        """(part, expert, pair) for each; the tensors have the shapes of the layout."""
+        all_experts, shared = range(self.num_experts), [0] * self.num_experts
+        planes = [all_experts if file.tensors[tensor].shape[0] > 1 else shared for tensor in (halves.a, halves.b)]
         start = 0
         for number in self.experts.parts:
             out = slice(start, start + self.experts.geometry.parts[number].out_dim)
             start = out.stop
-            factor = file.read(halves.b)
-            ranks = used_ranks(factor[..., out] if halves.turned else factor[..., out, :].swapaxes(-1, -2))
-            for expert in range(self.num_experts):
-                a, b = (_plane(file.tensors[tensor].shape, expert) for tensor in (halves.a, halves.b))
+            ranks = used_ranks(file.read(halves.b)[:, out].swapaxes(-1, -2))
+            for expert, (a, b) in enumerate(zip(*planes, strict=True)):
                 pair = Pair(
                     a=halves.a_cut(ranks, plane=a),
                     bt=halves.bt_cut(out, ranks, plane=b),
                     rank=ranks.stop - ranks.start,
                 )
                 yield number, expert, pair
-
-
-def _plane(shape: tuple[int, ...], expert: int) -> int | None:
-    if len(shape) < _PLANES:
-        return None
-    return expert if shape[0] > 1 else 0
 
 
 def stack_of(module: str, index: ModuleIndex) -> Stacked | None:
