@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -26,13 +27,14 @@ class Gateway(BaseHTTPRequestHandler):
 
     adapters: ClassVar[dict[str, dict[str, object]]] = {}
     uploads: ClassVar[list[bytes]] = []
+    changes: ClassVar[list[tuple[str, str, dict[str, object]]]] = []
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             models = [{"id": "tiny", "parent": None}, {"id": "a", "parent": "tiny"}]
             self._say(200, {"object": "list", "data": models})
-        elif self.path == "/v1/adapters":
-            self._say(200, {"object": "list", "data": list(self.adapters.values())})
+        elif self.path.startswith("/v1/adapters?"):
+            self._list(parse_qs(urlsplit(self.path).query))
         elif record := self.adapters.get(self.path.rsplit("/", 1)[-1]):
             self._say(200, record)
         else:
@@ -46,6 +48,9 @@ class Gateway(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path == "/v1/chat/completions":
             self._stream(json.loads(body))
+            return
+        if "/v1/adapters/" in self.path:
+            self._change(json.loads(body))
             return
         self.uploads.append(body)
         if self.headers["content-type"] == "application/json":
@@ -61,6 +66,25 @@ class Gateway(BaseHTTPRequestHandler):
     @override
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Quiet."""
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        """Two a page, whatever is asked for."""
+        after = query.get("after", [""])[0]
+        rest = [record for name, record in sorted(self.adapters.items()) if name > after]
+        last = rest[:2][-1]["name"] if rest else None
+        self._say(200, {"object": "list", "data": rest[:2], "last_id": last, "has_more": len(rest) > 2})
+
+    def _change(self, body: dict[str, object]) -> None:
+        path, _, query = self.path.removeprefix("/v1/adapters/").partition("?")
+        self.changes.append((path, query, body))
+        name, _, verb = path.partition("/")
+        if verb == "verify":
+            told = {"version": 2, "digest": "sha256:d", "blocks": 3, "bytes": 2000}
+            is_whole = name != "rotten"
+            faults = [] if is_whole else ["layer 0, qkv: another hash"]
+            self._say(200, {**told, "ok": is_whole, "num_faults": len(faults), "faults": faults})
+            return
+        self._say(200, {**RECORD, "name": "a", "digest": "sha256:d"})
 
     def _stream(self, asked: dict[str, object]) -> None:
         self.send_response(200)
@@ -85,7 +109,7 @@ class Gateway(BaseHTTPRequestHandler):
 
 @contextmanager
 def gateway_with(adapters: dict[str, dict[str, object]]) -> Iterator[tuple[str, type[Gateway]]]:
-    handler = type("Scripted", (Gateway,), {"adapters": adapters, "uploads": []})
+    handler = type("Scripted", (Gateway,), {"adapters": adapters, "uploads": [], "changes": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -172,6 +196,45 @@ def test_adapters_are_listed_shown_and_removed(gateway: tuple[str, type[Gateway]
     assert json.loads(shown)["digest"] == f"sha256:{1:064}"
     assert run("adapter", "rm", "a", "--url", url)[0] == 0
     assert run("adapter", "rm", "a", "--url", url)[0] == REFUSED
+
+
+def test_a_long_list_is_read_page_by_page() -> None:
+    held: dict[str, dict[str, object]] = {f"a{i}": {"name": f"a{i}", "digest": "sha256:d", **RECORD} for i in range(5)}
+    with gateway_with(held) as (url, _), Api(url) as api:
+        assert [record["name"] for record in api.adapters()] == sorted(held)
+    with gateway_with({}) as (url, _), Api(url) as api:
+        assert list(api.adapters()) == []
+
+
+def test_names_are_pointed_rolled_back_and_verified(gateway: tuple[str, type[Gateway]]) -> None:
+    url, seen = gateway
+    assert run("adapter", "alias", "live", "a@v1", "--url", url)[:2] == (0, "live a@v1 sha256:d\n")
+    assert run("adapter", "rollback", "a", "--url", url)[:2] == (0, "a v1 sha256:d\n")
+    assert run("adapter", "rollback", "a", "--to", "v3", "--tenant", "t", "--url", url)[0] == 0
+    assert run("adapter", "verify", "a", "--url", url)[:2] == (0, "a v2 sha256:d: 3 blocks, 2.0 kB, all whole\n")
+    assert seen.changes == [
+        ("live/alias", "", {"target": "a@v1"}),
+        ("a/rollback", "", {"to": None}),
+        ("a/rollback", "tenant=t", {"to": 3}),
+        ("a/verify", "", {}),
+    ]
+    assert run("adapter", "rollback", "a", "--to", "latest", "--url", url)[0] == REFUSED
+
+
+def test_a_broken_object_is_told_by_its_faults_and_the_exit_status(gateway: tuple[str, type[Gateway]]) -> None:
+    code, out, err = run("adapter", "verify", "rotten", "--url", gateway[0])
+    assert code == REFUSED
+    assert "1 of them broken" in out
+    assert "layer 0, qkv: another hash" in err
+
+
+def test_a_tenant_goes_with_every_request(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:
+    url, seen = gateway
+    directory = str(peft_directory(tmp_path / "a"))
+    assert run("adapter", "push", directory, "--name", "a", "--tenant", "t", "--url", url)[0] == 0
+    assert b'name="tenant"\r\n\r\nt\r\n' in seen.uploads[0]
+    assert run("adapter", "push", "s3://bucket/a", "--name", "b", "--tenant", "t", "--url", url)[0] == 0
+    assert json.loads(seen.uploads[1])["tenant"] == "t"
 
 
 @pytest.mark.parametrize("name", ["a?x", "a#x", "b/a", "../adapters/a", "a%00", "[/a]"])

@@ -41,8 +41,9 @@ def test_a_good_adapter_is_told_module_by_module(model: Path, oracle: Oracle, tm
     code, out, _ = check(adapter, model, "--json")
     told = json.loads(out)
     assert (code, told["servable"], told["error"]) == (0, True, None)
-    assert told["self_test_error"] < 1e-6
-    assert [(row["module"], row["num_bytes"]) for row in told["plan"]] == [(q0, 2048), (q1, 1024)]
+    report = told["report"]
+    assert report["self_test_error"] < 1e-6
+    assert [(row["module"], row["num_bytes"]) for row in report["plan"]] == [(q0, 2048), (q1, 1024)]
 
 
 def test_what_is_refused_is_told_in_the_words_of_registration(model: Path, oracle: Oracle, tmp_path: Path) -> None:

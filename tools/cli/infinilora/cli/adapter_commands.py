@@ -1,4 +1,4 @@
-"""`infinilora adapter`: check, push, list, show and remove adapters."""
+"""`infinilora adapter`: check, push, list, show, alias, roll back, verify and remove adapters."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from infinilora.cli import demo
 from infinilora.cli.api import Api, Json, Wish, adapter_files
 from infinilora.cli.find import gateway
 from infinilora.cli.models import DEMO_MODELS
-from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
+from infinilora.cli.options import ApiKey, AsJson, Tenant, Url, VarDir
 from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
-from infinilora.protocol.errors import from_wire
+from infinilora.protocol.errors import InvalidRequest, from_wire
 from infinilora.protocol.ingest import PlanRow
 
 app = typer.Typer(no_args_is_help=True, help="Adapters.")
@@ -28,6 +28,8 @@ Directory = Annotated[
 Source = Annotated[
     str, typer.Argument(metavar="DIR|URI", help="What PEFT saved here, or s3://bucket/prefix for the gateway to read.")
 ]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="NAME, NAME@vN or NAME@sha256:...")]
+To = Annotated[str, typer.Option("--to", metavar="vN", help="Which version; by default the one before.")]
 Model = Annotated[Path, typer.Option("--model", help="The base model: a Hugging Face directory.")]
 Base = Annotated[str, typer.Option("--base", help="The served base model it is for, where there are several.")]
 Narrow = Annotated[str, typer.Option("--narrow", help="Pack as BF16 or F16: half the size, no longer exact.")]
@@ -44,14 +46,17 @@ def push(
     *,
     replace: Replace = False,
     base: Base = "",
+    tenant: Tenant = "",
     url: Url = "",
     api_key: ApiKey = "",
     var_dir: VarDir = Path(".var"),
 ) -> None:
     """Register an adapter. It is checked against the base model, tensor by tensor, before the name works."""
     wish = Wish(name, replace, base)
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
         record = api.register(source, wish) if "://" in source else _upload(api, Path(source), wish)
+    for warning in record.get("warnings", []):
+        err.print(f"[yellow]warning[/yellow]: {escape(warning['text'])}")
     out.print(f"{record['name']} {record['digest']}")
 
 
@@ -75,27 +80,27 @@ def check(directory: Directory, model: Model, *, narrow: Narrow = "", as_json: A
     with errors():
         verdict = checks.check(directory, model, narrow=narrow)
     if as_json:
-        out.print_json(msgspec.json.encode(verdict).decode())
-    else:
-        show_table(plan_table(verdict.plan))
-        for warning in verdict.warnings:
+        out.print_json(msgspec.json.encode({"servable": verdict.is_servable, **msgspec.to_builtins(verdict)}).decode())
+    elif report := verdict.report:
+        show_table(plan_table(report.plan))
+        for warning in report.warnings:
             err.print(f"[yellow]warning[/yellow]: {escape(warning.text)}")
-        if verdict.servable:
-            how = f"narrowed to {narrow}" if narrow else "exactly"
-            out.print(f"can be served on {verdict.base} {how}: {verdict.digest}, {in_bytes(verdict.num_bytes)}")
+        how = f"narrowed to {narrow}" if narrow else "exactly"
+        size = in_bytes(report.manifest.data_bytes)
+        out.print(f"can be served on {verdict.base} {how}: {report.digest}, {size}", markup=False)
     if verdict.error:
         show_error(from_wire(verdict.error))
-    if not verdict.servable:
+    if not verdict.is_servable:
         raise typer.Exit(REFUSED)
 
 
 @app.command(name="ls")
 def list_adapters(
-    *, as_json: AsJson = False, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+    *, as_json: AsJson = False, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
 ) -> None:
     """List the adapters."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
-        records = api.adapters()
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        records = list(api.adapters())
     if as_json:
         out.print_json(json.dumps(records))
         return
@@ -103,17 +108,72 @@ def list_adapters(
 
 
 @app.command()
-def show(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
+def show(
+    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> None:
     """Show all that is known of an adapter, as JSON."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
         record = api.adapter(name)
     out.print_json(json.dumps(record))
 
 
+@app.command()
+def alias(
+    name: Named,
+    target: Target,
+    *,
+    tenant: Tenant = "",
+    url: Url = "",
+    api_key: ApiKey = "",
+    var_dir: VarDir = Path(".var"),
+) -> None:
+    """Let a name mean an adapter or one of its versions, from now on."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        record = api.alias(name, target)
+    out.print(f"{name} {record['name']}@v{record['version']} {record['digest']}", markup=False)
+
+
+@app.command()
+def rollback(
+    name: Named,
+    *,
+    to: To = "",
+    tenant: Tenant = "",
+    url: Url = "",
+    api_key: ApiKey = "",
+    var_dir: VarDir = Path(".var"),
+) -> None:
+    """Make an earlier version the current one. Running requests finish on theirs."""
+    number = to.removeprefix("v")
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        if number and not number.isdecimal():
+            raise InvalidRequest(f"--to {to!r}: wanted a version, like v3", param="to")
+        record = api.rollback(name, int(number) if number else None)
+    out.print(f"{record['name']} v{record['version']} {record['digest']}", markup=False)
+
+
+@app.command()
+def verify(
+    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> None:
+    """Have all that the store holds of an adapter read and hashed; exit status 0: it is whole."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        report = api.verify(name)
+    for fault in report["faults"]:
+        err.print(f"[red]fault[/red]: {escape(str(fault))}")
+    told = f"{name} v{report['version']} {report['digest']}: {report['blocks']} blocks, {in_bytes(report['bytes'])}"
+    if not report["ok"]:
+        out.print(f"{told}, {report['num_faults']} of them broken", markup=False)
+        raise typer.Exit(REFUSED)
+    out.print(f"{told}, all whole", markup=False)
+
+
 @app.command(name="rm")
-def remove(name: Named, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
-    """Remove an adapter. Requests that run with it finish."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
+def remove(
+    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> None:
+    """Remove an adapter, or an alias. Requests that run with it finish."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
         api.remove(name)
     out.print(f"removed {name}", markup=False)
 

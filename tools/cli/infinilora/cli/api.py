@@ -21,6 +21,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapters.safetensors")
 """As PEFT writes them, and as MLX does. Nothing else of a directory is needed, or sent."""
 
+PAGE = 500
+"""Adapters asked for at a time."""
 _INGEST = httpx.Timeout(INGEST_S, connect=CONNECT_S)
 Json = dict[str, Any]
 OnBytes = Callable[[int], None]
@@ -42,8 +44,10 @@ class Wish(NamedTuple):
 class Api:
     """A gateway, or a coordinator, at one base URL."""
 
-    def __init__(self, url: str, *, api_key: str = "") -> None:
+    def __init__(self, url: str, *, api_key: str = "", tenant: str = "") -> None:
+        """`tenant`: whose adapters are meant; empty leaves it to the key."""
         self.url = url.rstrip("/")
+        self._tenant = {"tenant": tenant} if tenant else {}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(60.0, connect=CONNECT_S)
         # Our services are addressed directly: a proxy of the environment is for other hosts.
@@ -72,16 +76,39 @@ class Api:
         """Served names of base models: those without a parent."""
         return [model["id"] for model in self.models() if not model.get("parent")]
 
-    def adapters(self) -> list[Json]:
-        adapters: list[Json] = self.get("/v1/adapters")["data"]
-        return adapters
+    def adapters(self) -> Iterator[Json]:
+        """All of them, by name, a page at a time."""
+        page: Json = {"has_more": True, "last_id": ""}
+        while page.get("has_more"):
+            wanted = {"limit": PAGE, **({"after": page["last_id"]} if page["last_id"] else {})}
+            with self._errors():
+                page = _body(self._http.get("/v1/adapters", params=wanted | self._tenant))
+            yield from page["data"]
 
     def adapter(self, name: str) -> Json:
-        return self.get(_adapter_path(name))
+        with self._errors():
+            return _body(self._http.get(_adapter_path(name), params=self._tenant))
 
     def remove(self, name: str) -> Json:
         with self._errors():
-            return _body(self._http.delete(_adapter_path(name)))
+            return _body(self._http.delete(_adapter_path(name), params=self._tenant))
+
+    def alias(self, name: str, target: str) -> Json:
+        """Let `name` mean `target`: an adapter, or one of its versions."""
+        return self._change(name, "alias", {"target": target})
+
+    def rollback(self, name: str, to: int | None) -> Json:
+        """Make version `to` the current one; None: the one before the present."""
+        return self._change(name, "rollback", {"to": to})
+
+    def verify(self, name: str) -> Json:
+        """Have what the store holds read and hashed; says `ok`, and what is not."""
+        return self._change(name, "verify", {})
+
+    def _change(self, name: str, verb: str, body: Json) -> Json:
+        with self._errors():
+            path = f"{_adapter_path(name)}/{verb}"
+            return _body(self._http.post(path, json=body, params=self._tenant, timeout=_INGEST))
 
     def push(self, directory: Path, wish: Wish, *, on_bytes: OnBytes) -> Json:
         """Upload an adapter's directory; returns its record once it can be served."""
@@ -90,13 +117,15 @@ class Api:
                 ("files", (path.name, open_files.enter_context(_Counted(path, on_bytes)), "application/octet-stream"))
                 for path in adapter_files(directory)
             ]
-            form = {key: "true" if value is True else str(value) for key, value in wish.fields().items()}
+            fields = wish.fields() | self._tenant
+            form = {key: "true" if value is True else str(value) for key, value in fields.items()}
             return _body(self._http.post("/v1/adapters", data=form, files=files, timeout=_INGEST))
 
     def register(self, source: str, wish: Wish) -> Json:
         """Have the gateway read an adapter from a store URI; returns its record once it can be served."""
         with self._errors():
-            return _body(self._http.post("/v1/adapters", json={"source": source, **wish.fields()}, timeout=_INGEST))
+            body = {"source": source, **wish.fields(), **self._tenant}
+            return _body(self._http.post("/v1/adapters", json=body, timeout=_INGEST))
 
     def chat(self, model: str, messages: list[Json], **sampling: Any) -> Iterator[str]:
         """Stream an answer's text, piece by piece."""

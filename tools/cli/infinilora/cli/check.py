@@ -11,44 +11,30 @@ from pathlib import Path
 import msgspec
 
 from infinilora.cli.settings import child_env
-from infinilora.protocol.adapter import (
-    DTYPE_BYTES,
-    VECTOR_BYTES,
-    AdapterWarning,
-    BaseCard,
-    Manifest,
-    PartEntry,
-    SiteEntry,
-)
+from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import Unavailable, WireError
-from infinilora.protocol.ingest import PlanRow
+from infinilora.protocol.ingest import IngestReport
 
 LAST_LINES = 3
 """Of what a process said before it died: its exception, and where."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a check. `error` says why an adapter is refused; without one it can be served."""
+    """What came of a check: the report of an adapter that can be served on `base`, or the error that refuses it."""
 
     base: str
-    servable: bool
-    digest: str = ""
-    num_bytes: int = 0
-    plan: tuple[PlanRow, ...] = ()
-    warnings: tuple[AdapterWarning, ...] = ()
-    self_test_error: float = 0.0
+    report: IngestReport | None = None
     error: WireError | None = None
 
+    @property
+    def is_servable(self) -> bool:
+        return self.report is not None
 
-class _Said(msgspec.Struct, frozen=True):
-    """The line that the ingest worker prints."""
 
-    digest: str = ""
-    manifest: Manifest | None = None
-    plan: tuple[PlanRow, ...] = ()
-    warnings: tuple[AdapterWarning, ...] = ()
-    self_test_error: float = 0.0
-    error: WireError | None = None
+class _Refusal(msgspec.Struct, frozen=True):
+    """What the ingest worker prints instead of a report."""
+
+    error: WireError
 
 
 def check(adapter: Path, model: Path, *, narrow: str = "") -> Verdict:
@@ -56,45 +42,18 @@ def check(adapter: Path, model: Path, *, narrow: str = "") -> Verdict:
     with tempfile.TemporaryDirectory(prefix="infinilora-check-") as scratch:
         card_file, packed = Path(scratch, "card.json"), Path(scratch, "packed.safetensors")
         card_file.write_bytes(_card(model))
-        card = msgspec.json.decode(card_file.read_bytes(), type=BaseCard)
+        base = msgspec.json.decode(card_file.read_bytes(), type=BaseCard).name
         wish = ["--narrow", narrow] if narrow else []
-        said = _ingest(["--source", str(adapter), "--card", str(card_file), "--out", str(packed), *wish])
-    if said.error or not said.manifest:
-        return Verdict(base=card.name, servable=False, plan=said.plan, warnings=said.warnings, error=said.error)
-    return Verdict(
-        base=card.name,
-        servable=True,
-        digest=said.digest,
-        num_bytes=said.manifest.data_bytes,
-        plan=said.plan or packed_rows(said.manifest, card),
-        warnings=said.warnings or tuple(AdapterWarning(code="note", text=text) for text in said.manifest.warnings),
-        self_test_error=said.self_test_error,
-    )
-
-
-def packed_rows(manifest: Manifest, card: BaseCard) -> tuple[PlanRow, ...]:
-    """Module by module, what is in the packed file."""
-    modules = {(s.layer, s.site, part.name): part.module for s in card.sites for part in s.parts}
-    return tuple(
-        PlanRow(
-            site=entry.site.label,
-            module=modules[entry.layer, entry.site, part.name],
-            layer=entry.layer,
-            rank=part.rank,
-            scale=part.scale,
-            num_bytes=_part_bytes(entry, part, manifest.dtype),
-            experts=entry.num_experts,
-            verdict="packed",
+        done = _run(
+            "infinilora.weights.ingest",
+            ["--source", str(adapter), "--card", str(card_file), "--out", str(packed), *wish],
         )
-        for entry in manifest.sites
-        for part in entry.parts
-    )
-
-
-def _part_bytes(entry: SiteEntry, part: PartEntry, dtype: str) -> int:
-    matrices = part.rank * (entry.in_dim + part.out_dim) * DTYPE_BYTES[dtype]
-    vectors = (part.has_bias + part.has_colscale) * part.out_dim * VECTOR_BYTES
-    return entry.num_blocks * (matrices + vectors)
+    try:
+        if done.returncode == 0:
+            return Verdict(base=base, report=msgspec.json.decode(done.stdout, type=IngestReport))
+        return Verdict(base=base, error=msgspec.json.decode(done.stdout, type=_Refusal).error)
+    except msgspec.DecodeError:
+        raise Unavailable(f"the check ended with status {done.returncode}: {_end_of(done.stderr)}") from None
 
 
 def _card(model: Path) -> bytes:
@@ -102,17 +61,6 @@ def _card(model: Path) -> bytes:
     if done.returncode != 0:
         raise Unavailable(f"the base model in {model} cannot be described: {_end_of(done.stderr)}")
     return done.stdout
-
-
-def _ingest(arguments: list[str]) -> _Said:
-    done = _run("infinilora.weights.ingest", arguments)
-    try:
-        said = msgspec.json.decode(done.stdout, type=_Said)
-    except msgspec.DecodeError:
-        said = _Said()
-    if said.error is None and (done.returncode != 0 or said.manifest is None):
-        raise Unavailable(f"the check ended with status {done.returncode}: {_end_of(done.stderr)}")
-    return said
 
 
 def _run(module: str, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:

@@ -16,4 +16,7 @@ Url = Annotated[
     typer.Option("--url", envvar="INFINILORA_URL", help="The gateway. Default: the system of --var-dir, or port 8000."),
 ]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="INFINILORA_API_KEY", help="If the gateway asks for one.")]
+Tenant = Annotated[
+    str, typer.Option("--tenant", envvar="INFINILORA_TENANT", help="Whose adapters; by default those of the key.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs.")]

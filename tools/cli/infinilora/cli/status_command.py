@@ -30,7 +30,7 @@ def status(
     """Show processes, their load, and the adapters."""
     with errors():
         with Api(gateway(url, var_dir), api_key=api_key) as api:
-            adapters = api.adapters()
+            adapters = list(api.adapters())
         where = coordinator(coordinator_url, var_dir)
         fleet: Json | None = None
         if where:
