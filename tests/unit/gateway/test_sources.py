@@ -1,34 +1,159 @@
-"""Store URIs: which may be read. Roots of directories are tested over HTTP; here it is buckets."""
+"""Store URIs: which may be read, what is fetched of them, and what their errors tell."""
 
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from infinilora.gateway.sources import Buckets, Sources
 from infinilora.gateway.uploads import UploadLimits
-from infinilora.protocol.errors import InvalidRequest, TooLarge
-from infinilora.runtime.blobs import BlobStore, DirectoryBlobs
+from infinilora.protocol.errors import InvalidRequest, SourceNotFound, StoreRefused, TooLarge, Unavailable
+from infinilora.runtime.blobs import Blob, BlobStore, DirectoryBlobs
 
 
-def sources_over(root: Path, *allowed: str, max_bytes: int = 1000) -> Sources:
-    """Buckets are directories below `root`."""
+class Watched(DirectoryBlobs):
+    """A store that notes what it is asked for, may not list, and can be told to change or refuse at some name."""
 
-    def open_bucket(name: str) -> BlobStore:
-        return DirectoryBlobs(root / name)
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: list[str] = []
+        self.refused: set[str] = set()
+        self.changes_at = ""
 
-    return Sources([], Buckets(allowed, open_bucket), UploadLimits(max_bytes=max_bytes, max_files=3))
+    @override
+    def list(self, prefix: str = "") -> list[str]:
+        raise StoreRefused("no right to list")
+
+    @override
+    def stat(self, name: str) -> Blob | None:
+        self.asked.append(name)
+        if name in self.refused:
+            raise StoreRefused("no right to know")
+        return super().stat(name)
+
+    @override
+    def get_range(self, name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
+        self.asked.append(name)
+        if name == self.changes_at:
+            self.changes_at = ""
+            self.put(name, b"other bytes")
+        return super().get_range(name, offset, num_bytes, etag=etag)
 
 
-def test_files_below_a_prefix_are_copied(tmp_path: Path) -> None:
-    store = DirectoryBlobs(tmp_path / "mine")
-    store.put("team/a1/adapter_config.json", b"{}")
-    store.put("team/a1/adapter_model.safetensors", b"abc" * 100)
-    store.put("team/a10/adapter_config.json", b"other")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    assert sources_over(tmp_path, "mine/team").fetch("s3://mine/team/a1/", scratch) == scratch
-    assert {path.name for path in scratch.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert (scratch / "adapter_model.safetensors").read_bytes() == b"abc" * 100
+class World:
+    """One bucket `mine` and an empty scratch directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.scratch = root, root / "scratch"
+        self.scratch.mkdir()
+        self.store = Watched(root / "mine")
+
+    def put(self, prefix: str, *names: str, data: bytes = b"x") -> None:
+        for name in names:
+            self.store.put(f"{prefix}/{name}", data)
+
+    def fetch(self, source: str, *allowed: str, max_bytes: int = 10_000) -> dict[str, bytes]:
+        def open_bucket(name: str) -> BlobStore:
+            assert name == "mine"
+            return self.store
+
+        limits = UploadLimits(max_bytes=max_bytes)
+        sources = Sources([self.root / "roots"], Buckets(allowed or ("mine",), open_bucket), limits)
+        assert sources.fetch(source, self.scratch) == self.scratch
+        return {path.name: path.read_bytes() for path in self.scratch.iterdir()}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+PEFT = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("source", ["s3://mine/team/1", "s3://mine/team/1/"])
+def test_exactly_the_two_files_are_asked_for_and_nothing_is_listed(world: World, source: str) -> None:
+    for prefix in ("team/1", "team/10", "team/1-old", "team/1.bak"):
+        world.put(prefix, *PEFT, data=prefix.encode())
+    world.put("team/1", "optimizer.pt", "tokenizer.json", "checkpoint-5/adapter_model.safetensors", data=b"o" * 20_000)
+    assert world.fetch(source, "mine/team") == dict.fromkeys(PEFT, b"team/1")
+    assert set(world.store.asked) == {f"team/1/{name}" for name in PEFT}
+
+
+@pytest.mark.parametrize("key", ["with space", "plus+plus", "ünï-适配器"])
+def test_names_of_any_letters_are_found(world: World, key: str) -> None:
+    world.put(key, *PEFT)
+    assert world.fetch(f"s3://mine/{key}").keys() == set(PEFT)
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (("adapter_config.json", "adapters.safetensors"), {"adapter_config.json": b"x", "adapters.safetensors": b"x"}),
+        (("adapter_config.json", "adapter_model.bin"), {"adapter_config.json": b"x", "adapter_model.bin": b""}),
+        ((*PEFT, "adapter_model.bin"), dict.fromkeys(PEFT, b"x")),
+        (("adapter_config.json",), {"adapter_config.json": b"x"}),
+        (("config.json", "medusa_lm_head.pt"), {"config.json": b"x"}),
+    ],
+)
+def test_what_stands_in_for_the_two_files_is_fetched_so_that_it_can_be_named(
+    world: World, there: tuple[str, ...], found: dict[str, bytes]
+) -> None:
+    world.put("a", *there)
+    assert world.fetch("s3://mine/a") == found
+
+
+def test_a_store_that_only_lets_read_may_refuse_what_is_not_there(world: World) -> None:
+    world.put("a", "adapter_config.json", "adapters.safetensors")
+    world.store.refused = {"a/adapter_model.safetensors"}
+    assert "adapters.safetensors" in world.fetch("s3://mine/a")
+    world.store.refused = {"a/adapter_config.json"}
+    with pytest.raises(StoreRefused):
+        world.fetch("s3://mine/a")
+
+
+def test_a_prefix_above_adapters_holds_none_and_tells_nothing_of_them(world: World) -> None:
+    world.put("team/a/run1", *PEFT)
+    world.put("team/a/run2", *PEFT)
+    for source in ("s3://mine/team/a", "s3://mine/nothing"):
+        with pytest.raises(SourceNotFound) as refused:
+            world.fetch(source)
+        assert refused.value.http_status == 404
+        assert refused.value.message == (
+            "the source holds no adapter: adapter_config.json: found none; wanted it there"
+        )
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_an_object_that_changes_while_it_is_read_is_not_packed(world: World, name: str) -> None:
+    world.put("a", *PEFT, data=b"y" * 100)
+    world.store.changes_at = f"a/{name}"
+    with pytest.raises(Unavailable) as told:
+        world.fetch("s3://mine/a")
+    assert "mine" not in told.value.message
+
+
+def test_a_config_that_changes_while_the_weights_are_read_is_noticed(world: World) -> None:
+    """Each object alone is whole; together they are two adapters."""
+    world.put("a", *PEFT, data=b"y" * 100)
+    get_range = world.store.get_range
+
+    def replace_config(name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
+        data = get_range(name, offset, num_bytes, etag=etag)
+        if name.endswith("safetensors"):
+            world.store.put("a/adapter_config.json", b"z" * 100)
+        return data
+
+    world.store.get_range = replace_config  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="changed while it was read"):
+        world.fetch("s3://mine/a")
+
+
+def test_too_much_is_refused_before_it_is_read(world: World) -> None:
+    world.put("big", *PEFT, data=b"x" * 2000)
+    with pytest.raises(TooLarge):
+        world.fetch("s3://mine/big", max_bytes=3000)
+    assert list(world.scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -40,28 +165,52 @@ def test_files_below_a_prefix_are_copied(tmp_path: Path) -> None:
         "s3://mine/team/../a",
         "s3://mine/team/%2e%2e/a",
         "s3:///x",
+        "mine/team/a1",
+        "team",
+        "https://mine/team/a1",
     ],
 )
-def test_what_lies_outside_is_not_opened(tmp_path: Path, source: str) -> None:
+def test_what_lies_outside_is_not_opened(world: World, source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        sources_over(tmp_path, "mine/team").fetch(source, tmp_path)
+        world.fetch(source, "mine/team")
     assert refused.value.param == "source"
-
-
-def test_an_empty_prefix_too_many_and_too_much_are_refused(tmp_path: Path) -> None:
-    store, sources = DirectoryBlobs(tmp_path / "mine"), sources_over(tmp_path, "mine")
-    with pytest.raises(InvalidRequest, match="no file"):
-        sources.fetch("s3://mine/a", tmp_path)
-    store.put("big/x", b"x" * 2000)
-    with pytest.raises(TooLarge):
-        sources.fetch("s3://mine/big", tmp_path)
-    for number in range(4):
-        store.put(f"many/{number}", b"x")
-    with pytest.raises(TooLarge):
-        sources.fetch("s3://mine/many", tmp_path)
+    assert world.store.asked == []
 
 
 def test_without_an_s3_store_there_are_no_buckets(tmp_path: Path) -> None:
     sources = Sources([tmp_path], Buckets((), None), UploadLimits())
     with pytest.raises(InvalidRequest, match="not S3"):
         sources.fetch("s3://mine/a", tmp_path)
+
+
+# Directories --------------------------------------------------------------------------------------
+
+
+def test_of_a_directory_only_an_adapters_files_are_seen(world: World) -> None:
+    directory = world.root / "roots" / "a"
+    directory.mkdir(parents=True)
+    for name in (*PEFT, "optimizer.pt", *(f"checkpoint-{i}.json" for i in range(500))):
+        (directory / name).write_bytes(b"x" * 3000)
+    assert world.fetch(f"file://{directory}") == dict.fromkeys(PEFT, b"x" * 3000)
+
+
+def test_links_within_the_roots_are_followed_and_others_are_not(world: World) -> None:
+    directory = world.root / "roots" / "hub" / "snapshot"
+    directory.mkdir(parents=True)
+    (world.root / "roots" / "blob").write_bytes(b"blob")
+    (world.root / "secret").write_bytes(b"secret")
+    for name in PEFT:
+        (directory / name).symlink_to(world.root / "roots" / "blob")
+    assert world.fetch(f"file://{directory}") == dict.fromkeys(PEFT, b"blob")
+    (directory / PEFT[1]).unlink()
+    (directory / PEFT[1]).symlink_to(world.root / "secret")
+    with pytest.raises(InvalidRequest, match="outside the directories"):
+        world.fetch(f"file://{directory}")
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "a/run1/.."])
+def test_a_directory_without_an_adapter_is_not_found(world: World, name: str) -> None:
+    (world.root / "roots" / "a" / "run1").mkdir(parents=True)
+    (world.root / "roots" / "a" / "run1" / "adapter_config.json").write_bytes(b"{}")
+    with pytest.raises(SourceNotFound, match="found none; wanted it there"):
+        world.fetch(f"file://{world.root}/roots/{name}")

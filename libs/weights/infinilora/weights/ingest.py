@@ -72,6 +72,7 @@ def run(source: Path, card: BaseCard, out: Path, *, narrow: str | None, max_rank
         warnings=plan.notes,
         self_test_error=tested.error,
         narrow_error=tested.relative if manifest.narrowed_from else 0.0,
+        declared_base=adapter.declared_base,
         num_pairs=sum(pair is not None for site in plan.sites for part in site.parts for pair in part.pairs),
     )
 

@@ -2,17 +2,15 @@
 
 import asyncio
 import logging
-import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
 
+from infinilora.gateway.scratch import use_scratch
 from infinilora.gateway.settings import Settings
 from infinilora.gateway.wiring import Connections, build, scratch_directory
 from infinilora.protocol.control import Beat
@@ -34,8 +32,7 @@ KEEP_ALIVE_S = 75
 
 async def serve(service: Service, settings: Settings) -> None:
     """Run until asked to stop, then let running answers finish."""
-    use_scratch(scratch_directory(settings))
-    with _listen(settings.listen) as listener:
+    with use_scratch(scratch_directory(settings)), _listen(settings.listen) as listener:
         address = settings.advertise or "{}:{}".format(*listener.getsockname()[:2])
         async with _connections(settings) as ties:
             gateway = build(settings, ties)
@@ -53,17 +50,6 @@ async def serve(service: Service, settings: Settings) -> None:
             heart.beat_now()
             server.should_exit = True
             await web
-
-
-def use_scratch(directory: Path) -> None:
-    """Empty it, and let uploads wait there while they come in: /tmp may be memory, and small."""
-    shutil.rmtree(directory, ignore_errors=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("no scratch directory; uploads wait in the system's", extra={"reason": str(error)})
-    else:
-        tempfile.tempdir = str(directory)
 
 
 @asynccontextmanager

@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 from infinilora.gateway.bases import BaseShelf
 from infinilora.gateway.catalog import Catalog
-from infinilora.gateway.declared import Policy
-from infinilora.gateway.ingest import IngestLimits, Packed, pack_adapter
+from infinilora.gateway.declared import Policy, check_declared
+from infinilora.gateway.ingest import IngestLimits, pack_adapter
 from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.verify import Verified, verify_packed
 from infinilora.gateway.versions import Content
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import Manifest
+from infinilora.protocol.adapter import AdapterWarning
 from infinilora.protocol.errors import InfiniLoraError, Overloaded
 from infinilora.protocol.ids import Digest, Fingerprint, check_name
+from infinilora.protocol.ingest import IngestReport
 from infinilora.runtime.blobs import BlobStore
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ Blocking."""
 
 
 class Wish(NamedTuple):
-    """What a caller wants a name to hold. `source` is shown to whoever lists it."""
+    """What a caller wants a name to hold. `source` is shown to whoever lists it; `narrow` is a dtype to round to."""
 
     tenant: str
     name: str
@@ -45,6 +46,7 @@ class Wish(NamedTuple):
     replace: bool
     source: str
     place: Place
+    narrow: str = ""
 
 
 class IngestPlace(NamedTuple):
@@ -94,10 +96,11 @@ class Adapters:
         card = (await self._shelf.get(base)).card
         async with self._turn(), self._scratch() as work:
             directory = await asyncio.to_thread(wish.place, work / "files")
-            packed, path = await pack_adapter(directory, card, work, self._ingest.limits)
+            packed, path = await pack_adapter(directory, card, work, self._ingest.limits, narrow=wish.narrow)
+            notes = check_declared(packed.declared_base, base, self._catalog.known_bases(), self._policy)
             await self._keep(packed, path)
             await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing
-            outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed))
+            outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed, notes))
             # What was in the store already may have been collected just before the name pointed to it; not after.
             await self._keep(packed, path)
         logger.info(
@@ -111,7 +114,7 @@ class Adapters:
         async with self._turn():
             return await asyncio.to_thread(verify_packed, self._blobs, digest)
 
-    async def _keep(self, packed: Packed, path: Path) -> None:
+    async def _keep(self, packed: IngestReport, path: Path) -> None:
         """Have the packed file in the store."""
         name = keys.packed(packed.digest)
         if await asyncio.to_thread(self._blobs.stat, name) is None:
@@ -145,18 +148,17 @@ class Adapters:
         return work
 
 
-def _content(wish: Wish, base: Fingerprint, packed: Packed) -> Content:
+def _content(wish: Wish, base: Fingerprint, packed: IngestReport, notes: tuple[AdapterWarning, ...]) -> Content:
     return Content(
         base=base,
         digest=packed.digest,
         source=wish.source,
         num_bytes=packed.manifest.data_bytes,
         max_rank=packed.manifest.max_rank,
-        num_tensors=num_tensors(packed.manifest),
+        num_tensors=2 * packed.num_pairs,
         may_replace=wish.replace,
+        warnings=(*packed.warnings, *notes),
+        narrowed=packed.manifest.dtype if packed.manifest.narrowed_from else "",
+        narrow_error=packed.narrow_error,
+        declared_base=packed.declared_base,
     )
-
-
-def num_tensors(manifest: Manifest) -> int:
-    """A and B matrices that were matched to the base model, each expert's counted."""
-    return sum(2 * len(site.parts) * site.num_blocks for site in manifest.sites)

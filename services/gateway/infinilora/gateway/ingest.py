@@ -5,6 +5,7 @@ Whatever a file does to the reader happens over there: here it is an exit status
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,46 +14,53 @@ from typing import NamedTuple
 import msgspec
 
 from infinilora.gateway import confine
-from infinilora.protocol.adapter import BaseCard, Manifest
-from infinilora.protocol.errors import AdapterInvalid, DeadlineExceeded, Internal, WireError, from_wire
-from infinilora.protocol.ids import Digest
+from infinilora.gateway.scratch import disk_errors
+from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.errors import (
+    AdapterInvalid,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    Unavailable,
+    WireError,
+    from_wire,
+)
+from infinilora.protocol.ingest import IngestReport
 
 logger = logging.getLogger(__name__)
 
 LOG_CHARS = 2000
+NARROW = ("BF16", "F16")
 
 
 class IngestLimits(NamedTuple):
-    """What one ingest may use: address space, processor seconds, wall-clock seconds."""
+    """What one ingest may use: address space, processor seconds, wall-clock seconds, bytes of an archive unpacked."""
 
     memory_mb: int = 8192
     cpu_s: int = 300
     wall_s: float = 600.0
+    max_bytes: int = 16 << 30
 
 
-class Packed(msgspec.Struct, frozen=True):
-    """The worker's good news: what it has written."""
-
-    manifest: Manifest
-    digest: Digest
+class _Refusal(msgspec.Struct, frozen=True):
+    error: WireError
 
 
-class _Report(msgspec.Struct, frozen=True):
-    manifest: Manifest | None = None
-    digest: Digest | None = None
-    error: WireError | None = None
+async def pack_adapter(
+    source: Path, card: BaseCard, work: Path, limits: IngestLimits, *, narrow: str = ""
+) -> tuple[IngestReport, Path]:
+    """Pack the adapter in `source`, a directory or an archive, for the base of `card`; the file is made in `work`.
 
-
-async def pack_adapter(source: Path, card: BaseCard, work: Path, limits: IngestLimits) -> tuple[Packed, Path]:
-    """Pack the adapter in `source` for the base of `card`; the file is made in `work`.
-
-    Raises AdapterInvalid for an adapter that cannot be served exactly, with the worker's own words.
+    `narrow` names the dtype of 16 bits to round to; empty: none. Raises AdapterInvalid for an adapter that cannot be
+    served exactly, with the worker's own words.
     """
     card_file, out = work / "card.json", work / "packed.safetensors"
-    await asyncio.to_thread(card_file.write_bytes, msgspec.json.encode(card))
-    worker = ("-m", "infinilora.weights.ingest", "--source", source, "--card", card_file, "--out", out)
+    with disk_errors():
+        await asyncio.to_thread(card_file.write_bytes, msgspec.json.encode(card))
+    worker = ["-m", "infinilora.weights.ingest", "--source", source, "--card", card_file, "--out", out]
+    worker += ["--max-bytes", limits.max_bytes, *(["--narrow", check_narrow(narrow)] if narrow else [])]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-IS", confine.__file__, str(limits.memory_mb), str(limits.cpu_s)),
+        *(sys.executable, "-IS", confine.__file__, str(os.getpid()), str(limits.memory_mb), str(limits.cpu_s)),
         *(sys.executable, *map(str, worker)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -71,23 +79,41 @@ async def pack_adapter(source: Path, card: BaseCard, work: Path, limits: IngestL
     return _read_report(process.returncode or 0, stdout, stderr, source), out
 
 
+def check_narrow(narrow: str) -> str:
+    """The dtype as packed files spell it. Raises InvalidRequest."""
+    if narrow.upper() not in NARROW:
+        raise InvalidRequest(f"narrow {narrow[:40]!r}: wanted {' or '.join(NARROW)}, or nothing", param="narrow")
+    return narrow.upper()
+
+
 def _environment() -> dict[str, str]:
     """Nothing of ours: the worker needs no address and no secret."""
     return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C.UTF-8"}
 
 
-def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> Packed:
-    try:
-        report = msgspec.json.decode(stdout, type=_Report)
-    except msgspec.DecodeError:
-        report = _Report()
-    if report.error is not None:
+def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> IngestReport:
+    report = _decode(stdout)
+    if isinstance(report, _Refusal):
         error = from_wire(report.error)
         error.message = error.message.replace(f"{source}/", "").replace(str(source), "the adapter")
         raise error
-    if status == 0 and report.manifest is not None and report.digest is not None:
-        return Packed(report.manifest, report.digest)
+    if status == 0 and report is not None:
+        return report
+    if status == -signal.SIGBUS:  # a mapped file was cut under the reader
+        raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
     logger.error("ingest died", extra={"status": status, "stderr": stderr.decode(errors="replace")[-LOG_CHARS:]})
     if status in (-signal.SIGXCPU, -signal.SIGKILL) or b"MemoryError" in stderr:
         raise AdapterInvalid("the adapter needs more memory or time to read than this gateway allows")
     raise Internal("reading the adapter failed; the gateway's log has the reason")
+
+
+def _decode(line: bytes) -> IngestReport | _Refusal | None:
+    """What the worker said; None if it is nothing whole."""
+    try:
+        return msgspec.json.decode(line, type=_Refusal)
+    except msgspec.DecodeError:
+        pass
+    try:
+        return msgspec.json.decode(line, type=IngestReport)
+    except msgspec.DecodeError:
+        return None

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
-from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from infinilora.gateway.adapters import Adapters, Place, Wish
+from infinilora.gateway.adapters import Adapters, Wish
 from infinilora.gateway.catalog import Catalog, Found
 from infinilora.gateway.desk import Caller
 from infinilora.gateway.http import Handler, bounded, read_bounded
@@ -17,14 +16,13 @@ from infinilora.gateway.pages import read_page
 from infinilora.gateway.problems import json_response
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
-from infinilora.gateway.uploads import Upload, UploadLimits, adapter_directory, store_uploads
+from infinilora.gateway.uploads import Received, UploadLimits, is_upload, received
 from infinilora.gateway.versions import current_version, numbered
 from infinilora.protocol.adapter import AliasRecord, VersionRecord
 from infinilora.protocol.errors import FeatureOff, InvalidRequest
 from infinilora.protocol.ids import check_name
 
 MAX_JSON_BYTES = 1 << 20
-MAX_FIELDS = 16
 UPLOADED = "upload"
 """Shown as the source of adapters whose files came with the request."""
 
@@ -37,6 +35,7 @@ class CreateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: str | None = None
     replace: bool = False
     tenant: str | None = None
+    narrow: str = ""
 
 
 class AliasBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,11 +109,10 @@ class Management:
         raise FeatureOff("the adapter API is switched off on this gateway (INFINILORA_ADAPTER_API is 'off')")
 
     async def create(self, request: Request, caller: Caller) -> Response:
-        """Register an adapter from a store URI (JSON) or from uploaded files (multipart)."""
-        if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            upload = bounded(request, self._uploads.max_body_bytes)
-            async with upload.form(max_files=self._uploads.limits.max_files, max_fields=MAX_FIELDS) as form:
-                return await self._create(self._uploaded(form, caller), caller)
+        """Register an adapter from a store URI (JSON), from uploaded files or from an archive as the body."""
+        if is_upload(request):
+            async with received(bounded(request, self._uploads.max_body_bytes), self._uploads.limits) as upload:
+                return await self._create(self._uploaded(upload, caller), caller)
         body = await _read(request, CreateBody)
         return await self._create(self._named(body, caller), caller)
 
@@ -197,26 +195,19 @@ class Management:
             return self._sources.fetch(body.source, scratch)
 
         tenant = self._catalog.check_tenant(caller.tenant, body.tenant)
-        return Wish(tenant, body.name, body.base, body.replace, body.source, place)
+        return Wish(tenant, body.name, body.base, body.replace, body.source, place, body.narrow)
 
-    def _uploaded(self, form: FormData, caller: Caller) -> Wish:
-        files = [item for _, item in form.multi_items() if isinstance(item, UploadFile)]
-        uploads = [Upload(file.filename or "", file.file) for file in files]
+    def _uploaded(self, upload: Received, caller: Caller) -> Wish:
+        fields = upload.fields
         return Wish(
-            self._catalog.check_tenant(caller.tenant, _field(form, "tenant")),
-            _field(form, "name") or "",
-            _field(form, "base"),
-            (_field(form, "replace") or "").lower() in ("1", "true", "yes"),
+            self._catalog.check_tenant(caller.tenant, fields.get("tenant") or None),
+            fields.get("name", ""),
+            fields.get("base") or None,
+            fields.get("replace", "").lower() in ("1", "true", "yes"),
             UPLOADED,
-            self._unpack(uploads),
+            lambda _scratch: upload.source,
+            fields.get("narrow", ""),
         )
-
-    def _unpack(self, uploads: list[Upload]) -> Place:
-        def place(scratch: Path) -> Path:
-            store_uploads(uploads, scratch, self._uploads.limits)
-            return adapter_directory(scratch)
-
-        return place
 
     def _show(self, found: Found) -> dict[str, Any]:
         record = found.record
@@ -263,8 +254,3 @@ async def _read(request: Request, kind: type[B]) -> B:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not what this route of /v1/adapters takes: {error}") from None
-
-
-def _field(form: FormData, name: str) -> str | None:
-    value = form.get(name)
-    return value if isinstance(value, str) and value else None

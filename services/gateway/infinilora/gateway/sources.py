@@ -1,7 +1,7 @@
 """Where an adapter's files may come from by name: a directory of this machine, or a prefix of a bucket.
 
-Both only below roots that the operator has named. Nothing outside them is opened, and an error does not tell
-what lies there. Blocking; runs in a thread.
+Both only below roots that the operator has named. Exactly an adapter's own files are looked for, by their names:
+nothing is listed, nothing else is read, and an error does not tell what lies there. Blocking; runs in a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from infinilora.gateway.uploads import UploadLimits, check_path
-from infinilora.protocol.errors import InvalidRequest, TooLarge
-from infinilora.runtime.blobs import BlobStore
+from infinilora.gateway.scratch import disk_errors
+from infinilora.gateway.uploads import UploadLimits
+from infinilora.protocol.errors import InvalidRequest, SourceNotFound, StoreRefused, TooLarge, Unavailable
+from infinilora.runtime.blobs import Blob, BlobStore
+from infinilora.weights.unpack import CONFIG_FILE, MODEL_CONFIG_FILE, WEIGHT_FILES
 
 CHUNK_BYTES = 8 << 20
+PICKLE_FILE = "adapter_model.bin"
+"""Looked for where there is no safetensors file, and never read: its name alone is what is refused."""
 
 
 class Buckets(NamedTuple):
@@ -32,44 +36,49 @@ class Sources:
         self._limits = limits
 
     def fetch(self, source: str, scratch: Path) -> Path:
-        """The directory that holds the adapter; files of a bucket are copied into `scratch`."""
+        """Put the adapter's files, or links to them, into `scratch`; gives `scratch`.
+
+        Raises InvalidRequest for an address that is not allowed, SourceNotFound if no adapter is there, TooLarge,
+        Unavailable if the store does not answer or the files change meanwhile.
+        """
         parts = urlsplit(source)
         match parts.scheme:
             case "file" if parts.path.startswith("/") and not parts.netloc and not parts.query and not parts.fragment:
-                return self._directory(unquote(parts.path))
+                self._link(unquote(parts.path), scratch)
+                return scratch
             case "s3" if parts.netloc and not parts.query and not parts.fragment:
-                return self._prefix(parts.netloc, unquote(parts.path).strip("/"), scratch)
+                self._copy(parts.netloc, unquote(parts.path).strip("/"), scratch)
+                return scratch
         raise InvalidRequest(
             f"source {source[:120]!r} is not supported; wanted file:///directory or s3://bucket/prefix",
             param="source",
         )
 
-    def _directory(self, path: str) -> Path:
-        outside = InvalidRequest(
-            "the source is outside the directories this gateway may read (INFINILORA_ADAPTER_ROOTS)",
-            param="source",
-        )
-        if "\0" in path:
-            raise outside
-        directory = Path(path).resolve()
-        if not self._may_read(directory):
-            raise outside
-        if not directory.is_dir():
-            raise InvalidRequest("the source is not a directory", param="source")
-        files = list(directory.iterdir())
-        if len(files) > self._limits.max_files:
-            raise TooLarge(f"the source holds more than {self._limits.max_files} files", param="source")
+    # Directories
+
+    def _link(self, path: str, scratch: Path) -> None:
+        directory = self._inside(Path(path) if "\0" not in path else None)
+        wanted = (CONFIG_FILE, MODEL_CONFIG_FILE, *WEIGHT_FILES, PICKLE_FILE)
         # A link among the files may lead elsewhere; a hub cache links within its own root.
-        if not all(self._may_read(file.resolve()) for file in files):
-            raise outside
-        if sum(file.stat().st_size for file in files if file.is_file()) > self._limits.max_bytes:
-            raise TooLarge(f"the source holds more than {self._limits.max_bytes} bytes", param="source")
-        return directory
+        files = {name: self._inside(directory / name) for name in wanted if (directory / name).is_file()}
+        if not files.keys() & {CONFIG_FILE, MODEL_CONFIG_FILE}:
+            raise _no_adapter()
+        self._check_bytes(sum(file.stat().st_size for file in files.values()))
+        for name, file in files.items():
+            (scratch / name).symlink_to(file)
 
-    def _may_read(self, path: Path) -> bool:
-        return any(path.is_relative_to(root) for root in self._roots)
+    def _inside(self, path: Path | None) -> Path:
+        resolved = path.resolve() if path else None
+        if resolved is None or not any(resolved.is_relative_to(root) for root in self._roots):
+            raise InvalidRequest(
+                "the source is outside the directories this gateway may read (INFINILORA_ADAPTER_ROOTS)",
+                param="source",
+            )
+        return resolved
 
-    def _prefix(self, bucket: str, prefix: str, scratch: Path) -> Path:
+    # Buckets
+
+    def _copy(self, bucket: str, prefix: str, scratch: Path) -> None:
         if self._buckets.open is None:
             raise InvalidRequest("this gateway's store is not S3; use a file:// source or upload", param="source")
         if not prefix or not self._is_allowed(f"{bucket}/{prefix}"):
@@ -77,33 +86,85 @@ class Sources:
                 "the source is outside the buckets this gateway may read (INFINILORA_ADAPTER_BUCKETS)",
                 param="source",
             )
-        blobs = self._buckets.open(bucket)
-        names = [name for name in blobs.list(prefix + "/") if not name.endswith("/")]
-        if not names:
-            raise InvalidRequest("the source holds no file", param="source")
-        if len(names) > self._limits.max_files:
-            raise TooLarge(f"the source holds more than {self._limits.max_files} files", param="source")
-        self._copy(blobs, names, prefix, scratch)
-        return scratch
+        files = _files_of(self._buckets.open(bucket), prefix)
+        self._check_bytes(sum(file.blob.size for file in files))
+        for file in files:
+            with disk_errors():
+                (scratch / file.name).touch()
+            if file.name != PICKLE_FILE:
+                file.copy(scratch / file.name)
+        if any(file.has_changed() for file in files):
+            raise _changed()
 
     def _is_allowed(self, path: str) -> bool:
         is_plain = all(part not in ("", ".", "..") for part in path.split("/"))
         return is_plain and any(f"{path}/".startswith(f"{allowed}/") for allowed in self._buckets.allowed)
 
-    def _copy(self, blobs: BlobStore, names: Sequence[str], prefix: str, scratch: Path) -> None:
-        bytes_left = self._limits.max_bytes
-        for name in names:
-            blob = blobs.stat(name)
-            bytes_left -= blob.size if blob else 0
-            if bytes_left < 0:
-                raise TooLarge(f"the source holds more than {self._limits.max_bytes} bytes", param="source")
-            target = scratch.joinpath(*check_path(name.removeprefix(prefix + "/")).parts)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as out:
-                offset, size = 0, blob.size if blob else 0
-                while offset < size:
-                    chunk = blobs.get_range(name, offset, CHUNK_BYTES)
-                    if not chunk:
-                        raise InvalidRequest(f"file {name!r} shrank while it was read", param="source")
+    def _check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_bytes:
+            raise TooLarge(f"the adapter's files hold more than {self._limits.max_bytes} bytes", param="source")
+
+
+class _File(NamedTuple):
+    """An object of an adapter, in the state in which it was first met."""
+
+    blobs: BlobStore
+    key: str
+    name: str
+    blob: Blob
+
+    def copy(self, target: Path) -> None:
+        offset = 0
+        with disk_errors():
+            out = target.open("wb")
+        with out:
+            while offset < self.blob.size:
+                try:
+                    chunk = self.blobs.get_range(self.key, offset, CHUNK_BYTES, etag=self.blob.etag)
+                except FileNotFoundError:
+                    raise _changed() from None
+                if not chunk:
+                    raise _changed()
+                with disk_errors():
                     out.write(chunk)
-                    offset += len(chunk)
+                offset += len(chunk)
+            with disk_errors():
+                out.flush()
+
+    def has_changed(self) -> bool:
+        return self.blobs.stat(self.key) != self.blob
+
+
+def _files_of(blobs: BlobStore, prefix: str) -> list[_File]:
+    """The config of an adapter and its weight file. Asks for these names only, so the right to read is enough."""
+    config = _meet(blobs, prefix, CONFIG_FILE)
+    if config is None:
+        other = _meet_beside(blobs, prefix, MODEL_CONFIG_FILE)
+        if other is None:
+            raise _no_adapter()
+        return [other]
+    for name in (*WEIGHT_FILES, PICKLE_FILE):
+        if weights := _meet_beside(blobs, prefix, name):
+            return [config, weights]
+    return [config]
+
+
+def _meet(blobs: BlobStore, prefix: str, name: str) -> _File | None:
+    blob = blobs.stat(f"{prefix}/{name}")
+    return _File(blobs, f"{prefix}/{name}", name, blob) if blob else None
+
+
+def _meet_beside(blobs: BlobStore, prefix: str, name: str) -> _File | None:
+    """`_meet`, where the store has answered already: it may refuse to say that something is not there."""
+    try:
+        return _meet(blobs, prefix, name)
+    except StoreRefused:
+        return None
+
+
+def _no_adapter() -> SourceNotFound:
+    return SourceNotFound(f"the source holds no adapter: {CONFIG_FILE}: found none; wanted it there", param="source")
+
+
+def _changed() -> Unavailable:
+    return Unavailable("the source changed while it was read; try again", retry_after_s=1.0)

@@ -1,29 +1,35 @@
-"""Uploaded adapter files to a directory: single files, or one tar or zip archive, unpacked with care.
+"""The files of an upload, written once, as they come in, to where the worker reads them.
 
-Every name must be a plain relative path, every entry a plain file, and sizes are counted as bytes are
-written, not as headers promise. Blocking; runs in a thread.
+A multipart body with an adapter's files or one archive of them, or an archive as the body itself. Archives are not
+opened here; of other files only those that an adapter has are written, and the rest passes by.
 """
 
-import lzma
-import re
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import IO, NamedTuple
 
-from infinilora.protocol.errors import InvalidRequest, TooLarge
+from fastapi import Request
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 
-CHUNK_BYTES = 1 << 20
-MAX_NAME_CHARS = 200
-MAX_DEPTH = 4
-UNREADABLE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
-    *(EOFError, OSError, NotImplementedError, RuntimeError),
+from infinilora.gateway.scratch import disk_errors
+from infinilora.protocol.errors import InvalidRequest
+from infinilora.weights.unpack import FileLimits, Picker
+
+ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
+RAW_TYPES = frozenset(
+    f"application/{kind}"
+    for kind in ("octet-stream", "zip", "gzip", "x-gzip", "tar", "x-tar", "x-gtar", "x-bzip2", "x-xz")
 )
-"""What the standard library raises over a broken or unusual archive."""
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*\Z")
+MULTIPART = "multipart/form-data"
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 8 << 10
+"""Of a form field's value."""
 
 
 class UploadLimits(NamedTuple):
@@ -33,125 +39,195 @@ class UploadLimits(NamedTuple):
     max_files: int = 256
 
 
-class Upload(NamedTuple):
-    """One file of a multipart body."""
+class Received(NamedTuple):
+    """What an upload has brought: its fields, and the directory or the archive with its files."""
 
-    name: str
-    data: IO[bytes]
-
-
-def store_uploads(uploads: list[Upload], target: Path, limits: UploadLimits) -> None:
-    """Write the files, or the content of the one archive, into the empty directory `target`."""
-    if not uploads:
-        raise InvalidRequest("the upload holds no file", param="files")
-    writer = _Writer(target, limits)
-    if len(uploads) == 1 and (entries := _entries(uploads[0])) is not None:
-        _unpack(entries, writer, uploads[0].name)
-        return
-    for upload in uploads:
-        writer.write(upload.name, upload.data)
+    fields: Mapping[str, str]
+    source: Path
 
 
-def adapter_directory(target: Path) -> Path:
-    """Where the adapter lies: archives often hold one directory with everything in it."""
-    here = list(target.iterdir())
-    if len(here) == 1 and here[0].is_dir() and not (target / "adapter_config.json").exists():
-        return adapter_directory(here[0])
-    return target
+def is_upload(request: Request) -> bool:
+    """Whether the body of a request is files, by its content type."""
+    kind = _content_type(request)[0]
+    return kind == MULTIPART or kind in RAW_TYPES
 
 
-class _Writer:
-    """Counts what is written against the limits of one upload."""
+@asynccontextmanager
+async def received(request: Request, limits: UploadLimits) -> AsyncIterator[Received]:
+    """Take the files in; they are gone afterwards.
 
-    def __init__(self, target: Path, limits: UploadLimits) -> None:
-        self._target = target
-        self._limits = limits
-        self._bytes_left = limits.max_bytes
-        self._files_left = limits.max_files
-
-    def write(self, name: str, data: IO[bytes]) -> None:
-        if self._files_left == 0:
-            raise TooLarge(f"the upload holds more than {self._limits.max_files} files", param="files")
-        self._files_left -= 1
-        path = self._target.joinpath(*check_path(name).parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with path.open("xb") as out:
-                while chunk := data.read(CHUNK_BYTES):
-                    self._bytes_left -= len(chunk)
-                    if self._bytes_left < 0:
-                        raise TooLarge(f"the files hold more than {self._limits.max_bytes} bytes", param="files")
-                    out.write(chunk)
-        except FileExistsError:
-            raise InvalidRequest(f"file {name!r} comes twice", param="files") from None
-
-
-def check_path(name: str) -> PurePosixPath:
-    """A relative path of plain names. Raises InvalidRequest."""
-    path = PurePosixPath(name.removeprefix("./"))
-    if (
-        len(name) > MAX_NAME_CHARS
-        or len(path.parts) > MAX_DEPTH
-        or not path.parts
-        or not all(_PART.match(part) for part in path.parts)
-    ):
-        raise InvalidRequest(f"file name {name[:80]!r} is not allowed; wanted a plain relative path", param="files")
-    return path
-
-
-class _Entry(NamedTuple):
-    name: str
-    kind: str
-    """`file`, `directory`, or what else it is."""
-    data: IO[bytes] | None
-
-
-def _entries(upload: Upload) -> Iterator[_Entry] | None:
-    """The entries of a tar or zip archive, by its content; None for any other file."""
-    if upload.name.endswith((".safetensors", ".json")):
-        return None
-    if zipfile.is_zipfile(upload.data):
-        upload.data.seek(0)
-        return _zip_entries(upload.data)
-    upload.data.seek(0)
-    is_tar = tarfile.is_tarfile(upload.data)
-    upload.data.seek(0)
-    return _tar_entries(upload.data) if is_tar else None
-
-
-def _unpack(entries: Iterator[_Entry], writer: _Writer, archive: str) -> None:
+    Raises InvalidRequest or TooLarge for what they are, SourceNotFound if no adapter is among them.
+    """
+    with disk_errors():
+        scratch = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="upload-"))
     try:
-        for entry in entries:
-            if entry.kind == "directory":
-                continue
-            if entry.data is None:
-                raise InvalidRequest(
-                    f"archive entry {entry.name[:80]!r} is a {entry.kind}; wanted plain files", param="files"
-                )
-            with entry.data as data:
-                writer.write(entry.name, data)
-    except UNREADABLE as error:
-        raise InvalidRequest(f"archive {archive[:80]!r} cannot be read: {error}", param="files") from None
+        yield await _receive(request, scratch, limits)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
-def _tar_entries(file: IO[bytes]) -> Iterator[_Entry]:
-    with tarfile.open(fileobj=file, mode="r:*") as archive:
-        for member in archive:
-            if member.isreg():
-                yield _Entry(member.name, "file", archive.extractfile(member))
-            elif member.isdir():
-                yield _Entry(member.name, "directory", None)
+async def _receive(request: Request, scratch: Path, limits: UploadLimits) -> Received:
+    kind, options = _content_type(request)
+    files = _Files(scratch, limits)
+    try:
+        if kind != MULTIPART:
+            await asyncio.to_thread(files.begin, "body.tar")
+            async for chunk in request.stream():
+                await asyncio.to_thread(files.write, chunk)
+            return Received(dict(request.query_params), await asyncio.to_thread(files.end))
+        form = _Form(options.get(b"boundary", b""))
+        async for chunk in request.stream():
+            # One thread for a whole chunk: a form of many small parts is not many trips.
+            await asyncio.to_thread(files.take, form.feed(chunk))
+        form.finish()
+        return Received(form.fields, await asyncio.to_thread(files.end))
+    finally:
+        files.close()
+
+
+def _content_type(request: Request) -> tuple[str, dict[bytes, bytes]]:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    return kind.decode("latin-1"), options
+
+
+class _Begin(NamedTuple):
+    """A file begins. Until the next one begins, bytes are its content."""
+
+    name: str
+
+
+_Event = _Begin | bytes
+
+
+class _Form:
+    """Tells files from fields in a multipart body. Fields are kept, files go by as events."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.fields: dict[str, str] = {}
+        self._events: list[_Event] = []
+        self._header = self._value = b""
+        self._disposition = b""
+        self._field: str | None = None
+        self._data = bytearray()
+        self._is_over = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_field,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+        except FormParserError as error:
+            raise InvalidRequest(f"the multipart body cannot be read: {error}") from None
+
+    def feed(self, chunk: bytes) -> list[_Event]:
+        """What the next bytes of the body hold of files."""
+        try:
+            self._parser.write(chunk)
+        except FormParserError as error:
+            raise InvalidRequest(f"the multipart body cannot be read: {error}") from None
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> None:
+        if not self._is_over:
+            raise InvalidRequest("the multipart body ends before its last boundary")
+
+    def _on_part_begin(self) -> None:
+        self._disposition = b""
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise InvalidRequest("a part of the multipart body has no name")
+        self._field, self._data = None, bytearray()
+        if b"filename" in options:
+            self._events.append(_Begin(options[b"filename"].decode("utf-8", "replace")))
+        elif len(self.fields) >= MAX_FIELDS:
+            raise InvalidRequest(f"the form holds more than {MAX_FIELDS} fields")
+        else:
+            self._field = options[b"name"].decode("utf-8", "replace")
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is None:
+            self._events.append(data[start:end])
+        else:
+            self._data += data[start:end]
+            if len(self._data) > MAX_FIELD_BYTES:
+                raise InvalidRequest(f"form field {self._field[:40]!r} holds more than {MAX_FIELD_BYTES} bytes")
+
+    def _on_part_end(self) -> None:
+        if self._field is not None:
+            self.fields[self._field] = self._data.decode("utf-8", "replace")
+
+    def _on_end(self) -> None:
+        self._is_over = True
+
+
+class _Files:
+    """The files of one upload on disk. Blocking: its methods run in threads, one after the other."""
+
+    def __init__(self, scratch: Path, limits: UploadLimits) -> None:
+        self._archive = scratch / "archive"
+        self._picker = Picker(scratch, FileLimits(limits.max_bytes, limits.max_files))
+        self._num_files = 0
+        self._out: IO[bytes] | None = None
+
+    def take(self, events: list[_Event]) -> None:
+        for event in events:
+            if isinstance(event, _Begin):
+                self.begin(event.name)
             else:
-                yield _Entry(member.name, "link" if member.issym() or member.islnk() else "device", None)
+                self.write(event)
 
+    def begin(self, name: str) -> None:
+        """The next file; one without a name is an empty field of a browser's form."""
+        self.close()
+        if not name:
+            return
+        self._num_files += 1
+        is_archive = name.lower().endswith(ARCHIVES)
+        if self._num_files > 1 and (is_archive or self._archive.exists()):
+            raise InvalidRequest("the upload holds an archive and more; wanted it alone", param="files")
+        path = self._archive if is_archive else self._picker.place(name)
+        if path is not None:
+            with disk_errors():
+                self._out = path.open("xb")
 
-def _zip_entries(file: IO[bytes]) -> Iterator[_Entry]:
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            mode = info.external_attr >> 16
-            if info.is_dir():
-                yield _Entry(info.filename, "directory", None)
-            elif mode & 0o170000 not in (0, 0o100000):
-                yield _Entry(info.filename, "link", None)
-            else:
-                yield _Entry(info.filename, "file", archive.open(info))
+    def write(self, data: bytes) -> None:
+        self._picker.spend(len(data))
+        if self._out is not None:
+            with disk_errors():
+                self._out.write(data)
+
+    def end(self) -> Path:
+        """Where the adapter is: the archive, or the directory of its files."""
+        self.close()
+        if not self._num_files:
+            raise InvalidRequest("the upload holds no file", param="files")
+        return self._archive if self._archive.exists() else self._picker.chosen()
+
+    def close(self) -> None:
+        """Harmless when nothing is open."""
+        if self._out is not None:
+            with disk_errors():
+                self._out.close()
+            self._out = None

@@ -130,7 +130,7 @@ def _management(
         shelf=shelf,
         ingest=IngestPlace(
             scratch_directory(settings),
-            IngestLimits(settings.ingest_memory_mb, settings.ingest_cpu_s, settings.ingest_wall_s),
+            IngestLimits(settings.ingest_memory_mb, settings.ingest_cpu_s, settings.ingest_wall_s, upload_bytes),
             settings.max_ingests,
         ),
         policy=settings.declared_base,
