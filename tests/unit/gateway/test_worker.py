@@ -1,0 +1,116 @@
+"""The confined worker: what it takes, and how it ends."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from infinilora.gateway import confine
+from infinilora.gateway.ingest import IngestLimits, pack_adapter
+from infinilora.protocol.adapter import manifest_digest
+from infinilora.protocol.errors import AdapterInvalid, InvalidRequest, TooLarge, Unavailable
+from infinilora.weights.ingest import ingest
+from infinilora.weights.synth import write_peft_adapter
+from support.cards import make_card
+
+CARD = make_card("llama")
+
+
+def adapter(tmp_path: Path) -> Path:
+    return write_peft_adapter(tmp_path / "a", CARD, rank=4)
+
+
+async def test_a_directory_and_its_archive_give_one_digest(tmp_path: Path) -> None:
+    source = adapter(tmp_path)
+    with tarfile.open(tmp_path / "archive", "w:xz") as archive:
+        archive.add(source, arcname="run")
+    from_directory, path = await pack_adapter(source, CARD, tmp_path, IngestLimits())
+    from_archive, _ = await pack_adapter(tmp_path / "archive", CARD, tmp_path, IngestLimits())
+    assert from_directory.digest == from_archive.digest == manifest_digest(ingest(source, CARD, tmp_path / "out"))
+    assert path.stat().st_size > from_directory.manifest.data_bytes
+    assert from_directory.declared_base == "tiny-llama"
+
+
+async def test_narrowing_is_part_of_the_digest_and_measured(tmp_path: Path) -> None:
+    source = adapter(tmp_path)
+    exact, _ = await pack_adapter(source, CARD, tmp_path, IngestLimits())
+    narrow, _ = await pack_adapter(source, CARD, tmp_path, IngestLimits(), narrow="bf16")
+    assert narrow.digest != exact.digest
+    assert exact.narrow_error == 0.0
+    assert 1e-4 < narrow.narrow_error < 2**-6
+    with pytest.raises(InvalidRequest, match="narrow 'int4': wanted BF16 or F16"):
+        await pack_adapter(source, CARD, tmp_path, IngestLimits(), narrow="int4")
+
+
+async def test_an_archive_is_held_against_the_limit_in_the_worker(tmp_path: Path) -> None:
+    source = adapter(tmp_path)
+    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
+        archive.add(source, arcname="run")
+        info = tarfile.TarInfo("run/optimizer.pt")
+        info.size = 50 << 20
+        archive.addfile(info, io.BytesIO(bytes(info.size)))
+    with pytest.raises(TooLarge, match="more than 1048576 bytes"):
+        await pack_adapter(tmp_path / "archive", CARD, tmp_path, IngestLimits(max_bytes=1 << 20))
+
+
+async def test_a_worker_that_needs_more_memory_than_it_may_have_is_refused(tmp_path: Path) -> None:
+    source = adapter(tmp_path)
+    with (source / "adapter_model.safetensors").open("r+b") as file:
+        file.write((90 << 20).to_bytes(8, "little"))
+        file.truncate(2 << 30)
+    with pytest.raises(AdapterInvalid):
+        await pack_adapter(source, CARD, tmp_path, IngestLimits(memory_mb=1024))
+
+
+CUT_UNDER_THE_READER = """
+import mmap, sys
+from pathlib import Path
+file = open(sys.argv[1], "r+b")
+pages = mmap.mmap(file.fileno(), 0)
+file.truncate(0)
+pages[100000]
+"""
+
+
+async def test_a_file_that_is_cut_while_it_is_mapped_is_not_a_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "big").write_bytes(bytes(1 << 20))
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{CUT_UNDER_THE_READER}' {tmp_path}/big\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(Unavailable, match="changed while they were read"):
+        await pack_adapter(adapter(tmp_path), CARD, tmp_path, IngestLimits())
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-IS", sys.argv[1], str(os.getpid()), "512", "60", sys.executable, "-c",
+     "import signal; print('up', flush=True); signal.pause()"],
+)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_worker_dies_with_its_gateway(tmp_path: Path) -> None:
+    """It waits for a signal that nobody sends: only the kernel can end it."""
+    read, write = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", PARENT, confine.__file__], stdout=write) as parent:
+        os.close(write)
+        with os.fdopen(read) as said:
+            assert {said.readline().strip() for _ in range(2)} > {"up"}
+            parent.send_signal(signal.SIGKILL)
+            assert said.read() == ""  # the end of the pipe: nobody holds its other end any more
+
+
+def test_a_worker_whose_gateway_is_gone_does_not_begin() -> None:
+    command = [sys.executable, "-IS", confine.__file__, "1", "512", "60", sys.executable, "-c", "print('began')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
