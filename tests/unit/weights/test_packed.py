@@ -17,7 +17,7 @@ from infinilora.protocol.adapter import BLOCK_ALIGN, BaseCard, Site, block_spans
 from infinilora.protocol.errors import AdapterFailed, AdapterInvalid
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.ingest import ingest, run
-from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, verify, verify_file, write_packed
+from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, verify, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
@@ -308,21 +308,11 @@ GOLDEN_DIGESTS = {
 
 @pytest.mark.parametrize("name", GOLDEN_DIGESTS)
 def test_version_1_stays_readable_and_keeps_its_digest(name: str) -> None:
-    header = verify_file(GOLDEN / name / "packed.safetensors")
+    with (GOLDEN / name / "packed.safetensors").open("rb") as file:
+        header = read_header(file)
     assert header.manifest.pack_version == 1
     assert header.digest == manifest_digest(header.manifest) == GOLDEN_DIGESTS[name]
     found = packed_deltas(GOLDEN / name / "packed.safetensors", GOLDEN_CARDS[name])
     wanted = explicit_deltas(GOLDEN / name)
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-14
-
-
-def test_a_damaged_file_is_found_by_reading_it_all(tmp_path: Path) -> None:
-    data = bytearray((GOLDEN / "moe" / "packed.safetensors").read_bytes())
-    data[-100] ^= 1
-    (tmp_path / "bad").write_bytes(data)
-    with pytest.raises(AdapterFailed, match="layer 0 site shared_down block 0"):
-        verify_file(tmp_path / "bad")
-    (tmp_path / "short").write_bytes(data[:-64])
-    with pytest.raises(AdapterFailed, match="size: found"):
-        verify_file(tmp_path / "short")

@@ -9,7 +9,6 @@ the adapter's digest. Knows plans and bytes, not PEFT.
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -239,17 +238,3 @@ def verify(entry: SiteEntry, block: int, data: bytes | bytearray | memoryview) -
             f"packed file: layer {entry.layer} site {entry.site.label} block {block}: "
             f"found sha256 {found}; wanted {entry.sha256[block]}"
         )
-
-
-def verify_file(path: Path) -> PackedHeader:
-    """Read a whole packed file and verify every block. Raises AdapterFailed, naming the block. Blocking."""
-    with path.open("rb") as file:
-        header = read_header(file)
-        size = path.stat().st_size
-        if size != header.file_bytes:
-            raise AdapterFailed(f"packed file: size: found {size} bytes; wanted {header.file_bytes}")
-        for entry in header.manifest.sites:
-            file.seek(header.data_start + entry.offset)
-            for block in range(entry.num_blocks):
-                verify(entry, block, file.read(entry.num_bytes // entry.num_blocks))
-    return header
