@@ -174,6 +174,23 @@ def test_whole_modules_are_refused_by_the_configurations_word_too(adapter: Path)
     assert "lm_head, [131, 32]" in refusal(adapter)
 
 
+def test_a_bias_that_the_configuration_announces_must_be_there(adapter: Path) -> None:
+    change_config(adapter, lora_bias=True)
+    assert "found no lora_B.bias; wanted one: adapter_config.json sets lora_bias" in refusal(adapter)
+
+
+def test_a_bias_on_experts_is_refused_by_name(tmp_path: Path) -> None:
+    card = tiny_cards()["mixtral"]
+    config = {"lora_bias": True}
+    directory = write_peft_adapter(tmp_path / "a", card, rank=4, targets=["down_proj"], config=config)
+    biases = {n: n.replace("lora_B.weight", "lora_B.bias") for n in open_tensors(directory / TENSORS_FILE).tensors}
+    ones = {bias: np.ones((32,), np.float32) for name, bias in biases.items() if bias != name}
+    change_tensors(directory, lambda t: t.update(ones))
+    message = refusal(directory, card=card)
+    assert "experts.0.down_proj.lora_B.bias" in message
+    assert "lora_bias on dense projections only" in message
+
+
 def test_an_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
     other = make_card("llama", hidden=64)
     message = refusal(write_peft_adapter(tmp_path / "wide", other, rank=4))

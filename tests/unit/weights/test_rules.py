@@ -79,6 +79,7 @@ def test_rank_and_scale_follow_patterns(config: dict[str, Any], module: str, ran
         ({"layers_to_transform": [], "layers_pattern": []}, Q0, Q0),
         ({"target_modules": None, "target_parameters": ["gate.weight"]}, Q0, None),
         ({"target_parameters": ["mlp.gate.weight"]}, "m.0.mlp.gate", "m.0.mlp.gate.weight"),
+        ({"target_parameters": ["gate.weight"], "target_modules": "all-linear"}, "m.mlp.gate", "m.mlp.gate.weight"),
     ],
 )
 def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: str | None) -> None:
@@ -92,7 +93,6 @@ def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: 
         ({"peft_type": None}, ["peft_type"]),
         ({"use_dora": True}, ["use_dora", "DoRA"]),
         ({"bias": "all"}, ["bias", "'all'", "'none'"]),
-        ({"lora_bias": True}, ["lora_bias"]),
         ({"layer_replication": [[0, 2]]}, ["layer_replication"]),
         ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
         ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),

@@ -15,13 +15,14 @@ from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
 from infinilora.weights.names import ModuleIndex, Place
 from infinilora.weights.peft import PeftAdapter
-from infinilora.weights.plan import AdapterPlan, Pair, PartPlan, SitePlan
+from infinilora.weights.plan import ALL, AdapterPlan, Bias, Pair, PartPlan, SitePlan
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, Terms
 from infinilora.weights.stacked import Stacked, stack_of
 from infinilora.weights.tensorfile import NUMPY_DTYPES
 
 MAX_RANK = 512
+OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
 WHOLE_MODULES = ("lm_head", "embed_tokens")
 
 PartKey = tuple[int, Site, int]
@@ -40,11 +41,12 @@ def plan_adapter(
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
     refuse_whole_modules(adapter, card)
-    found = _Places(adapter, ModuleIndex(card)).all()
+    places = _Places(adapter, ModuleIndex(card))
+    found = places.all()
     absent = absent_rows(adapter.rules, card, {key: set(blocks) for key, blocks in found.items()})
     refuse_empty_layers(adapter.tensors.name, absent, card, {layer for layer, _, _ in found})
     _check_finite(adapter)
-    sites = _sites(card, found)
+    sites = _sites(card, found, places.biases)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
     return AdapterPlan(
@@ -108,6 +110,8 @@ class _Places:
         self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
         self._found: Found = defaultdict(dict)
         self._untargeted: list[str] = []
+        self.biases: dict[PartKey, Bias] = {}
+        """Of dense parts, scaled as their pairs are."""
 
     def all(self) -> Found:
         """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
@@ -123,7 +127,9 @@ class _Places:
         return self._found
 
     def _place(self, module: str, halves: Halves) -> None:
-        if place := self._index.find(module):
+        place = self._index.find(module)
+        self._check_names(module, halves, place)
+        if place:
             self._place_single(module, halves, place)
         elif container := container_of(module, self._index):
             self._place_flattened(container, halves)
@@ -136,8 +142,27 @@ class _Places:
                 self._file.name, f"tensor {halves.a}", found=f"module {module}", wanted=self._index.describe()
             )
 
+    def _check_names(self, module: str, halves: Halves, place: Place | None) -> None:
+        """An embedding's halves have names of their own; a bias is there where the configuration says so."""
+        is_embedding = place is not None and place.geometry.site is Site.EMBED
+        if halves.is_table != is_embedding and not halves.turned:
+            names = "lora_embedding_A and lora_embedding_B" if is_embedding else "lora_A.weight and lora_B.weight"
+            raise invalid(self._file.name, f"tensor {halves.a}", found=f"this for {module}", wanted=names)
+        if halves.bias and not self._rules.config.lora_bias:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.bias}",
+                found="a bias on lora_B",
+                wanted=f"none without lora_bias in {CONFIG_FILE} (PEFT would silently drop it)",
+            )
+        if self._rules.config.lora_bias and not halves.bias:
+            raise invalid(
+                self._file.name, f"module {module}", found="no lora_B.bias", wanted=f"one: {CONFIG_FILE} sets lora_bias"
+            )
+
     def _place_flattened(self, container: str, halves: Halves) -> None:
         fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
+        self._refuse_bias(halves)
         for number, pairs in fused.parts():
             for expert, pair in enumerate(pairs):
                 self._add((fused.geometry.layer, fused.geometry.site, number), expert, pair, fused.scale)
@@ -146,9 +171,11 @@ class _Places:
         if (terms := self._terms(module)) is None:
             return
         site, part = place.geometry, place.geometry.parts[place.part]
+        self._refuse_tying(module, site.site)
         self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
         pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
         self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
+        self._add_bias(halves, site, part.out_dim, {place.part: ALL}, terms.scale)
 
     def _place_joined(self, module: str, halves: Halves, join: Joined) -> None:
         if (terms := self._terms(module, join.names)) is None:
@@ -157,10 +184,13 @@ class _Places:
         self._check_shapes(halves, terms.rank, site.in_dim, site.out_dim)
         for number, pair in join.pairs(self._file, halves):
             self._add((site.layer, site.site, number), join.expert or 0, pair, terms.scale)
+        rows = {n: slice(p.out_offset, p.out_offset + p.out_dim) for n, p in enumerate(site.parts)}
+        self._add_bias(halves, site, site.out_dim, rows, terms.scale)
 
     def _place_stacked(self, module: str, halves: Halves, stack: Stacked) -> None:
         if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
             return
+        self._refuse_bias(halves)
         site = stack.experts.geometry
         stack.check_shapes(self._file, halves, terms.rank)
         for number, expert, pair in stack.pairs(self._file, halves):
@@ -173,12 +203,43 @@ class _Places:
             self._untargeted.append(module)
         return terms
 
+    def _refuse_tying(self, module: str, site: Site) -> None:
+        """PEFT would train one pair for embedding and head; here each has its own."""
+        if site in OUTER_SITES and self._rules.config.ensure_weight_tying:
+            raise invalid(
+                CONFIG_FILE,
+                "ensure_weight_tying",
+                found=f"true, with LoRA on {module}: one pair for embedding and head",
+                wanted="false, and a pair for each",
+            )
+
     def _check_shapes(self, halves: Halves, rank: int, in_dim: int, out_dim: int) -> None:
         for key, wanted in zip((halves.a, halves.b), halves.shapes(rank, in_dim, out_dim), strict=True):
             found = self._file.tensors[key].shape
             if found != wanted:
                 hint = ", transposed?" if found == wanted[::-1] else ""
                 raise invalid(self._file.name, f"tensor {key} shape", found=f"{list(found)}{hint}", wanted=list(wanted))
+
+    def _add_bias(self, halves: Halves, site: SiteGeometry, out_dim: int, rows: dict[int, slice], scale: float) -> None:
+        """Give each part its rows of the module's bias."""
+        if halves.bias is None:
+            return
+        if site.num_experts:
+            self._refuse_bias(halves)
+        shape = self._file.tensors[halves.bias].shape
+        if shape != (out_dim,):
+            raise invalid(self._file.name, f"tensor {halves.bias} shape", found=list(shape), wanted=[out_dim])
+        for number, part_rows in rows.items():
+            self.biases[site.layer, site.site, number] = Bias(halves.bias, scale, part_rows)
+
+    def _refuse_bias(self, halves: Halves) -> None:
+        if halves.bias is not None:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.bias}",
+                found="a bias on the lora_B of experts (lora_bias), which is not served",
+                wanted="lora_bias on dense projections only",
+            )
 
     def _add(self, key: PartKey, block: int, pair: Pair, scale: float) -> None:
         blocks = self._found[key]
@@ -195,14 +256,15 @@ class _Places:
 # Parts and sites ----------------------------------------------------------------------------------
 
 
-def _sites(card: BaseCard, found: Found) -> tuple[SitePlan, ...]:
+def _sites(card: BaseCard, found: Found, biases: dict[PartKey, Bias]) -> tuple[SitePlan, ...]:
     geometry, parts = card.geometry(), defaultdict[tuple[int, Site], list[PartPlan]](list)
     for layer, site, number in sorted(found):
-        parts[layer, site].append(_part(geometry[layer, site], number, found[layer, site, number]))
+        key = layer, site, number
+        parts[layer, site].append(_part(geometry[layer, site], number, found[key], biases.get(key)))
     return tuple(SitePlan(geometry[place], tuple(adapted)) for place, adapted in parts.items())
 
 
-def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled]) -> PartPlan:
+def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled], bias: Bias | None) -> PartPlan:
     """One rank and one scale for all experts: lower ranks are padded with zeros, unlike scales go into Bt."""
     geometry: PartGeometry = site.parts[number]
     scale, _ = Counter(scale for _, scale in blocks.values()).most_common(1)[0]
@@ -214,9 +276,10 @@ def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled]) -> PartPla
         scale=scale,
         out_dim=geometry.out_dim,
         out_offset=geometry.out_offset,
+        has_bias=bias is not None,
     )
     pairs = [_with_gain(*blocks[block], scale) if block in blocks else None for block in range(site.num_experts or 1)]
-    return PartPlan(entry=entry, pairs=tuple(pairs))
+    return PartPlan(entry=entry, pairs=tuple(pairs), bias=bias)
 
 
 def _with_gain(pair: Pair, scale: float, common: float) -> Pair:

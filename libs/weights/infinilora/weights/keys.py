@@ -1,6 +1,8 @@
 """The grammar of tensor names: which module, which half. Pure.
 
     [wrappers.]base_model.model.MODULE.lora_A[.ADAPTER].weight        PEFT; ADAPTER in raw state dicts
+    [wrappers.]base_model.model.MODULE.lora_embedding_A[.ADAPTER]     PEFT, of an embedding: A [r, vocabulary]
+    [wrappers.]base_model.model.MODULE.lora_B[.ADAPTER].bias          PEFT, with lora_bias
     MODULE.lora_a                                                     MLX, whose matrices lie transposed
 
 A file must be spelled in one way: one prefix, one adapter's name, one place of the language model. Two ways are
@@ -9,16 +11,28 @@ two adapters, or half of one.
 
 import re
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from infinilora.weights.plan import ALL, Cut
 from infinilora.weights.refuse import invalid
 
-Half = Literal["A", "B"]
-OTHER: dict[Half, Half] = {"A": "B", "B": "A"}
+Role = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias"]
+BESIDE: dict[Role, Role] = {
+    "lora_A": "lora_B",
+    "lora_B": "lora_A",
+    "lora_embedding_A": "lora_embedding_B",
+    "lora_embedding_B": "lora_embedding_A",
+    "bias": "lora_B",
+}
+"""What a module must have where it has the first."""
 
-_PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.(?:(?P<adapter>[^.]+)\.)?weight)?\Z")
-_MLX = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])\Z")
+_PEFT = (
+    re.compile(r"(?P<module>.+)\.(?P<role>lora_[AB])(?:\.(?:(?P<adapter>[^.]+)\.)?weight)?\Z"),
+    re.compile(r"(?P<module>.+)\.(?P<role>lora_embedding_[AB])(?:\.(?P<adapter>[^.]+))?\Z"),
+    re.compile(r"(?P<module>.+)\.lora_B\.(?:(?P<adapter>[^.]+)\.)?(?P<role>bias)\Z"),
+)
+_MLX = (re.compile(r"(?P<module>.+)\.(?P<role>lora_[ab])\Z"),)
+_MLX_ROLES: dict[str, Role] = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 # Names that compilers and sharders put in between, and what may come before a module's name, once or twice.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -28,11 +42,9 @@ _ROOT = re.compile(r"\A(?P<root>(?:[^.]+\.)*?)(?:layers\.\d+|embed_tokens)(?:\.|
 # What a key that is no LoRA half tells: (part of the key, why it is refused).
 _TELLING = (
     ("lora_magnitude_vector", "DoRA, which is not served"),
-    ("lora_embedding_", "LoRA on an embedding, which is not served"),
     ("modules_to_save", "a whole module trained beside the LoRA, which is not served"),
     ("token_adapter", "trained token embeddings, which are not served"),
     ("trainable_tokens", "trained token embeddings, which are not served"),
-    ("lora_B.bias", "a bias on lora_B (lora_bias), which is not served"),
     (".bias", "a bias, which is not served"),
     ("base_layer.weight", "a copy of base weights (save again with save_embedding_layers=False)"),
     ("medusa", "a Medusa head, which is not served"),
@@ -46,11 +58,15 @@ _TELLING = (
 
 
 class Halves(NamedTuple):
-    """The two tensors of one module. `turned`: A is [in, r] and B is [r, out] in the file."""
+    """The tensors of one module. `turned`: A is [in, r] and B is [r, out] in the file."""
 
     a: str
     b: str
     turned: bool = False
+    is_table: bool = False
+    """Under an embedding's names."""
+    bias: str | None = None
+    """The vector [out] of lora_B, where there is one."""
 
     def a_cut(self, ranks: slice = ALL, *, plane: int | None = None) -> Cut:
         """The ranks' rows of A as [rank, in]."""
@@ -79,18 +95,28 @@ class _Spelling(NamedTuple):
 
 def pairs_of(file: str, keys: Iterable[str], *, is_mlx: bool = False) -> dict[str, Halves]:
     """The two halves of every module, in the order of the modules' names. Raises AdapterInvalid."""
-    halves: dict[str, dict[Half, str]] = {}
+    tensors: dict[str, dict[Role, str]] = {}
     first: dict[str, tuple[str, object]] = {}
     for key in sorted(keys):
-        module, half, spelling = _parse(file, key, is_mlx)
+        module, role, spelling = _parse(file, key, is_mlx)
         _check_spelling(file, key, spelling, first)
-        of_module = halves.setdefault(module, {})
-        if half in of_module:
-            raise invalid(file, f"tensor {key}", found=f"a second lora_{half} of {module}", wanted="one")
-        of_module[half] = key
-    for module, found in halves.items():
-        _check_both(file, module, found)
-    return {module: Halves(found["A"], found["B"], is_mlx) for module, found in sorted(halves.items())}
+        of_module = tensors.setdefault(module, {})
+        if role in of_module:
+            raise invalid(file, f"tensor {key}", found=f"a second {role} of {module}", wanted="one")
+        of_module[role] = key
+    return {module: _halves(file, module, found, is_mlx) for module, found in sorted(tensors.items())}
+
+
+def _halves(file: str, module: str, found: dict[Role, str], is_mlx: bool) -> Halves:  # noqa: FBT001 - as `_parse`
+    for role, key in found.items():
+        other = BESIDE[role]
+        if other not in found:
+            raise invalid(file, f"module {module}", found=f"{role} alone ({key})", wanted=f"{other} beside it")
+    if "lora_A" not in found:
+        return Halves(found["lora_embedding_A"], found["lora_embedding_B"], is_table=True)
+    if "lora_embedding_A" in found:
+        raise invalid(file, f"module {module}", found="lora_A and lora_embedding_A", wanted="one of them")
+    return Halves(found["lora_A"], found["lora_B"], is_mlx, bias=found.get("bias"))
 
 
 def _why_not(key: str) -> str:
@@ -101,8 +127,8 @@ def _why_not(key: str) -> str:
     return "no LoRA weight"
 
 
-def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Half, _Spelling]:  # noqa: FBT001 - one grammar or the other
-    found = (_MLX if is_mlx else _PEFT).match(key)
+def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, _Spelling]:  # noqa: FBT001 - one grammar or the other
+    found = next((found for form in (_MLX if is_mlx else _PEFT) if (found := form.match(key))), None)
     if not found:
         wanted = "...lora_a or ...lora_b" if is_mlx else "...lora_A.weight or ...lora_B.weight"
         raise invalid(file, f"tensor {key}", found=_why_not(key), wanted=wanted)
@@ -111,8 +137,8 @@ def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Half, _Spelling]:  #
     prefix = name.removesuffix(module)
     root = _ROOT.match(module)
     adapter = None if is_mlx else found["adapter"] or ""
-    half: Half = "A" if found["half"].upper() == "A" else "B"
-    return module, half, _Spelling(prefix, root["root"] if root else None, adapter)
+    role: Role = _MLX_ROLES[found["role"]] if is_mlx else cast("Role", found["role"])
+    return module, role, _Spelling(prefix, root["root"] if root else None, adapter)
 
 
 _MEANING = {
@@ -133,13 +159,4 @@ def _check_spelling(file: str, key: str, spelling: _Spelling, first: dict[str, t
                 f"tensors {earlier_key} and {key}",
                 found=f"{_MEANING[what]} {earlier!r} and {value!r} in one file",
                 wanted="one of them (PEFT's own names begin with 'base_model.model.')",
-            )
-
-
-def _check_both(file: str, module: str, found: dict[Half, str]) -> None:
-    for half, key in found.items():
-        other = OTHER[half]
-        if other not in found:
-            raise invalid(
-                file, f"module {module}", found=f"lora_{half} alone ({key})", wanted=f"lora_{other} beside it"
             )

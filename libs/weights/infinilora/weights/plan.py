@@ -47,12 +47,26 @@ class Pair:
     gain: float = 1.0
 
 
+class Bias(NamedTuple):
+    """Some rows of a vector of the file, times a scale: what a part adds beside its delta."""
+
+    tensor: str
+    scale: float
+    rows: slice = ALL
+
+    def read(self, file: TensorFile) -> Array:
+        """fp32 [out]."""
+        vector: Array = file.read(self.tensor)[self.rows].astype(np.float32) * np.float32(self.scale)
+        return vector
+
+
 @dataclass(frozen=True, slots=True)
 class PartPlan:
     """A part of a site. One pair for each block of the site (each expert); None where nothing is adapted."""
 
     entry: PartEntry
     pairs: tuple[Pair | None, ...]
+    bias: Bias | None = None
 
 
 @dataclass(frozen=True, slots=True)

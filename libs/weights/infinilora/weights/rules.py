@@ -35,6 +35,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     r: int = 8
     lora_alpha: float = 8.0
     use_rslora: bool = False
+    lora_bias: bool = False
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     target_modules: str | list[str] | None = None
@@ -43,6 +44,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] = []
     modules_to_save: list[str] = []
+    ensure_weight_tying: bool = False
     peft_version: str | None = None
 
 
@@ -91,13 +93,13 @@ class LoraRules:
     def target_key(self, module: str) -> str | None:
         """The name by which PEFT targets this module, or None.
 
-        It is the module's own name, or that of its `weight` where a configuration targets parameters.
-        Rank and alpha patterns are held against it.
+        It is that of its `weight` where the configuration lists the parameter (which `all-linear` and the like may
+        cover a second time), else the module's own. Rank and alpha patterns are held against it.
         """
-        if self._targets_module(module, readings=any):
-            return module
         weight = f"{module}.weight"
-        return weight if self.names_parameter(weight) else None
+        if self.names_parameter(weight):
+            return weight
+        return module if self._targets_module(module, readings=any) else None
 
     def surely_targets(self, module: str) -> bool:
         """Whether every generation of PEFT would have trained this module; False where the weights decide."""
@@ -167,7 +169,6 @@ REFUSED = {
     "arrow_config": "Arrow routing",
     "kasa_config": "KaSA",
     "layer_replication": "replicated layers",
-    "lora_bias": "a bias on lora_B",
     "megatron_config": "Megatron layers",
     "monteclora_config": "MonteCLoRA",
     "trainable_token_indices": "trained token embeddings",
@@ -183,7 +184,6 @@ HARMLESS = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "fan_in_fan_out",
         "inference_mode",
