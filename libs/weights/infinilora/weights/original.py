@@ -6,7 +6,8 @@ refuses nothing that can be told; what it cannot tell has no second opinion and 
 
 Layouts, with E experts and rank r (the same for a site's whole width, or for one part of it):
 
-    dense pair        A [r, in]        B [out, r]
+    dense pair        A [r, in]        B [out, r]      and, with lora_bias, b [out]: scale · (B·(A·x) + b)
+      of an embedding, under names of its own; in is the vocabulary
     flattened         A [E·r, in]      B [out, r·E]     row e·r+k and column k·E+e are rank k of expert e
       until PEFT 0.19.0 with in and out crossed: A [E·r, out], B [in, r·E]
     stacked           A [E|1, r, in]   B [E|1, out, r]  one for all experts where it says 1
@@ -30,6 +31,8 @@ from infinilora.weights.tensorfile import Array
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
 
 _PEFT_KEY = re.compile(r"(?P<module>.+?)\.lora_(?P<half>[AB])(\.(?!weight$)[^.]+)?(\.weight)?$")
+_TABLE_KEY = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?$")
+_BIAS_KEY = re.compile(r"(?P<module>.+?)\.lora_B(\.[^.]+)?\.(?P<half>bias)$")
 _MLX_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])$")
 _WRAPPERS = frozenset(
     {"base_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "language_model"}
@@ -48,12 +51,13 @@ class Spot(NamedTuple):
 
 
 class Term(NamedTuple):
-    """delta[block] += scale · b·(a·x) at a span of outputs; a [n, r, in], b [n, out, r], n = 1 for all alike."""
+    """delta[block] += scale · (b·(a·x) + bias) at a span of outputs; a [n, r, in], b [n, out, r], n = 1 for all."""
 
     spot: Spot
     scale: float
     a: Array
     b: Array
+    bias: Array | None = None
 
 
 class Original:
@@ -88,14 +92,19 @@ class Original:
             a, b = a.T, b.T
         if a.ndim == 2:
             a, b = a[None], b[None]
-        return Term(self._spot(module), self._scale(_plain(module), a.shape[1]), a, b)
+        bias = self._pairs[module].get("BIAS")
+        scale = self._scale(_plain(module), a.shape[1])
+        return Term(self._spot(module), scale, a, b, None if bias is None else self._tensor(bias))
 
     # Tensors
 
     def _find_pairs(self) -> dict[str, dict[str, str]]:
-        grammar, pairs = _MLX_KEY if self._is_mlx else _PEFT_KEY, defaultdict[str, dict[str, str]](dict)
+        pairs = defaultdict[str, dict[str, str]](dict)
         for key in self._header:
-            found = grammar.match(key)
+            if self._is_mlx:
+                found = _MLX_KEY.match(key)
+            else:
+                found = _BIAS_KEY.match(key) or _TABLE_KEY.match(key) or _PEFT_KEY.match(key)
             if not found:
                 raise self._untold(key, "a key that it cannot read")
             pairs[found["module"]][found["half"].upper()] = key
@@ -208,7 +217,7 @@ def _named(site: SiteGeometry, parent: str, leaf: str, span: tuple[int, int]) ->
                 if name != today:
                     yield f"{container.removesuffix('.experts')}.{name}", Spot(site, None, *span)
             else:
-                yield f"{where}.{name}", Spot(site, 0, *span)
+                yield f"{where}.{name}".removeprefix("."), Spot(site, 0, *span)
 
 
 def _containers(card: BaseCard) -> dict[str, list[SiteGeometry]]:

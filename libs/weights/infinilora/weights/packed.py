@@ -17,6 +17,7 @@ import numpy as np
 from infinilora.protocol.adapter import (
     BLOCK_ALIGN,
     READABLE_PACKS,
+    VECTOR_BYTES,
     Manifest,
     SiteEntry,
     block_spans,
@@ -100,6 +101,9 @@ def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: Binary
         data = np.zeros(entry.num_bytes // entry.num_blocks, np.uint8)
         for part, (a, bt) in zip(site.parts, part_arrays(entry, plan.dtype, data), strict=True):
             fill(part.pairs[block], plan.source.tensors, a, bt)
+        for part, bias in zip(site.parts, part_biases(entry, plan.dtype, data), strict=True):
+            if part.bias is not None and bias is not None:
+                bias[...] = part.bias.read(plan.source.tensors)
         out.write(data.data)
         hashes.append(hashlib.sha256(data.data).hexdigest())
     return tuple(hashes)
@@ -115,6 +119,15 @@ def part_arrays(entry: SiteEntry, dtype: str, block: Array) -> list[tuple[Array,
 
     return [
         (view(span.a, part.rank, entry.in_dim), view(span.bt, part.rank, part.out_dim))
+        for part, span in zip(entry.parts, spans, strict=True)
+    ]
+
+
+def part_biases(entry: SiteEntry, dtype: str, block: Array) -> list[Array | None]:
+    """The fp32 bias [out] of each part that has one, as a view of one block of bytes (uint8)."""
+    spans, _ = block_spans(entry.parts, entry.in_dim, dtype)
+    return [
+        block[span.bias : span.bias + part.out_dim * VECTOR_BYTES].view(np.float32) if part.has_bias else None
         for part, span in zip(entry.parts, spans, strict=True)
     ]
 
@@ -151,8 +164,14 @@ def _dense_tensors(entry: SiteEntry, dtype: str) -> dict[str, Any]:
         add(f"{part.name}.a", span.a, dtype, (part.rank, entry.in_dim), a_bytes)
         add(f"{part.name}.bt", span.bt, dtype, (part.rank, part.out_dim), bt_bytes)
         end = span.bt + bt_bytes
+    # safetensors allows no holes: padding is a tensor too, before vectors and at the end of a block.
+    for part, span in zip(entry.parts, spans, strict=True):
+        if part.has_bias:
+            if end < span.bias:
+                add(f"{part.name}.pad", end, "U8", (span.bias - end,), span.bias - end)
+            add(f"{part.name}.bias", span.bias, "F32", (part.out_dim,), part.out_dim * VECTOR_BYTES)
+            end = span.bias + part.out_dim * VECTOR_BYTES
     if end < block_bytes:
-        # safetensors allows no holes: the padding of a block is a tensor too.
         add("pad", end, "U8", (block_bytes - end,), block_bytes - end)
     return table
 

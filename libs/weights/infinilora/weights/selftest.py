@@ -12,7 +12,7 @@ import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site, SiteEntry, SiteGeometry
 from infinilora.weights.original import Original, Term
-from infinilora.weights.packed import PackedHeader, packed_ranges, part_arrays, read_header, verify
+from infinilora.weights.packed import PackedHeader, packed_ranges, part_arrays, part_biases, read_header, verify
 from infinilora.weights.tensorfile import Array
 
 NUM_INPUTS = 4
@@ -86,21 +86,27 @@ def _add_wanted(term: Term, x: Array, to: _Site) -> None:
     to.wanted[blocks, spot.begin : spot.end] += term.b @ scaled
     norms = np.einsum("nrk,nrk->n", scaled, scaled)[:, None]
     to.size[blocks, spot.begin : spot.end] += np.einsum("nor,nor->no", term.b, term.b) * norms
+    if term.bias is not None:
+        to.wanted[blocks, spot.begin : spot.end] += term.scale * term.bias[:, None]
+        to.size[blocks, spot.begin : spot.end] += NUM_INPUTS * (term.scale * term.bias) ** 2
 
 
 def _add_found(
     file: BinaryIO, header: PackedHeader, entry: SiteEntry, offset: int, num_bytes: int, x: Array, delta: Array
 ) -> None:
-    """delta[block, columns of the part] += scale · (x A^T) Bt of every block, each verified as it is read."""
+    """delta[block, columns of the part] += scale · (x A^T) Bt + bias of every block, each verified as it is read."""
     file.seek(offset)
     for block in range(entry.num_blocks):
         raw = file.read(num_bytes // entry.num_blocks)
         verify(entry, block, raw)
-        arrays = part_arrays(entry, header.manifest.dtype, np.frombuffer(raw, np.uint8))
-        for part, (a, bt) in zip(entry.parts, arrays, strict=True):
+        data, dtype = np.frombuffer(raw, np.uint8), header.manifest.dtype
+        arrays, biases = part_arrays(entry, dtype, data), part_biases(entry, dtype, data)
+        for part, (a, bt), bias in zip(entry.parts, arrays, biases, strict=True):
             columns = slice(part.out_offset, part.out_offset + part.out_dim)
             hidden = a.astype(np.float64) @ x
             delta[block, columns] += part.scale * (bt.astype(np.float64).T @ hidden)
+            if bias is not None:
+                delta[block, columns] += bias[:, None]
 
 
 def _worse(worst: SelfTest, site: SiteGeometry, compared: _Site) -> SelfTest:
