@@ -28,7 +28,7 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
-from support.cards import tiny_cards
+from support.cards import make_card, tiny_cards
 from support.pools import Packed, pack
 from support.waiting import eventually
 
@@ -63,10 +63,19 @@ def _die(error: BaseException) -> None:
     raise error
 
 
-@pytest.fixture(params=sorted(tiny_cards()))
+CARDS = tiny_cards() | {"outer": make_card("llama", num_layers=1, vocab_size=5000, outer=True)}
+"""A row of the last one's vocabulary takes 20,000 bytes, more than a buffer of these links."""
+OUTER = ["q_proj", "embed_tokens", "lm_head"]
+
+
+@pytest.fixture(params=sorted(CARDS))
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    card, blobs = tiny_cards()[request.param], DirectoryBlobs(tmp_path / "store")
+    card, blobs = CARDS[request.param], DirectoryBlobs(tmp_path / "store")
     attention = ["q_proj", "v_proj"]
+    if request.param == "outer":
+        targets = [OUTER, attention, OUTER]
+        adapters = [pack(tmp_path, blobs, card, seed=i, rank=3 + i, targets=t) for i, t in enumerate(targets)]
+        return Case(card, blobs, adapters, tmp_path)
     adapters = [
         pack(tmp_path, blobs, card, seed=1, rank=4),
         pack(tmp_path, blobs, card, seed=2, rank=16, targets=attention),
@@ -120,6 +129,8 @@ async def rows_of(lora: LoraBackend, case: Case) -> list[AdapterRows]:
 def inputs(case: Case, site: Site, in_dim: int) -> tuple[Tensor, Routing | None]:
     rows = sum(COUNTS) + BASE_ROWS
     dice = torch.Generator().manual_seed(int(site))
+    if site is Site.EMBED:
+        return torch.randint(0, in_dim, (rows, 1), generator=dice, dtype=torch.int32), None
     if site not in MOE_SITES:
         return torch.randn(rows, in_dim, generator=dice), None
     experts = next(s.num_experts for s in case.card.sites if s.site == site)
@@ -131,6 +142,8 @@ def inputs(case: Case, site: Site, in_dim: int) -> tuple[Tensor, Routing | None]
 
 def wanted(packed: Packed, layer: int, site: Site, x: Tensor, routing: Routing | None) -> np.ndarray:
     """The definition, in float64."""
+    if site is Site.EMBED:
+        x = torch.nn.functional.one_hot(x[:, 0].long(), packed.card.vocab_size).float()
     if routing is None:
         return packed.delta(layer, site, x.numpy())
     parts = packed.card.geometry()[layer, site].parts
