@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinilora.protocol.adapter import BaseCard
-from infinilora.weights.check import plan_adapter
 from infinilora.weights.ingest import ingest
-from infinilora.weights.packed import packed_ranges, part_arrays, read_header, verify, write_packed
-from infinilora.weights.peft import TENSORS_FILE, read_adapter
+from infinilora.weights.packed import packed_ranges, part_arrays, read_header, verify
+from infinilora.weights.peft import TENSORS_FILE
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_tensors
 from infinilora.weights.tensorfile import open_tensors
@@ -66,13 +65,6 @@ def rename_tensors(directory: Path, names: dict[str, str], keep: Callable[[str],
         if keep(new):
             tensors[new] = np.array(file.read(name))
     write_tensors(directory / TENSORS_FILE, tensors)
-
-
-def planned_deltas(source: Path, card: BaseCard, out: Path) -> Deltas:
-    """As `ingested_deltas`, without the self-test: what the plan itself says."""
-    with out.open("wb+") as file:
-        write_packed(plan_adapter(read_adapter(source), card), file)
-    return packed_deltas(out, card)
 
 
 def write_source(directory: Path, config: dict[str, Any], tensors: dict[str, NDArray[Any]], file: str = "") -> Path:

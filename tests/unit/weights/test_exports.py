@@ -12,7 +12,7 @@ from infinilora.weights.exports import MLX_TENSORS_FILE
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.tensorfile import Array
 from support.cards import tiny_cards
-from support.deltas import largest_difference, planned_deltas, write_source
+from support.deltas import ingested_deltas, largest_difference, write_source
 
 CARD = tiny_cards()["llama"]
 RANK, SCALE = 4, 20.0
@@ -46,7 +46,7 @@ def test_the_delta_is_scale_times_the_transposed_product(tmp_path: Path) -> None
         module: SCALE * (weights[f"{module}.lora_a"].astype(np.float64) @ weights[f"{module}.lora_b"]).T
         for module in WIDTHS
     }
-    found = planned_deltas(adapter, CARD, tmp_path / "out")
+    found = ingested_deltas(adapter, CARD, tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-14
     assert read_adapter(adapter).declared_base == "somewhere/tiny-llama-4bit"

@@ -14,7 +14,7 @@ from infinilora.weights.peft import read_adapter
 from infinilora.weights.synth import write_peft_adapter
 from infinilora.weights.tensorfile import Array
 from support.cards import make_card, tiny_cards
-from support.deltas import Deltas, largest_difference, planned_deltas, write_source
+from support.deltas import Deltas, ingested_deltas, largest_difference, write_source
 
 HIDDEN, Q, KV, FF, RANK, ALPHA = 32, 32, 16, 48, 4, 6.0
 CARD = make_card("llama", num_layers=1)
@@ -55,7 +55,7 @@ def test_a_fused_qkv_and_gate_up_are_cut_at_their_parts(tmp_path: Path) -> None:
     qkv, gate_up = factors(Q + 2 * KV), factors(2 * FF, seed=1)
     adapter = source(tmp_path / "a", {f"{ATTENTION}.qkv_proj": qkv, f"{MLP}.gate_up_proj": gate_up})
     wanted = split(merged(qkv), ATTENTION, QKV) | split(merged(gate_up), MLP, GATE_UP)
-    found = planned_deltas(adapter, CARD, tmp_path / "out")
+    found = ingested_deltas(adapter, CARD, tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-14
 
@@ -69,13 +69,13 @@ def test_a_block_diagonal_b_is_packed_at_its_true_ranks(tmp_path: Path) -> None:
     plan = plan_adapter(read_adapter(adapter), CARD)
     assert [(part.entry.name, part.entry.rank) for part in plan.sites[0].parts] == [("q", 2), ("k", 2), ("v", 2)]
     wanted = split(merged((a, b), rank=6), ATTENTION, QKV)
-    assert largest_difference(planned_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
+    assert largest_difference(ingested_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
 
 
 def test_zeros_keep_one_rank_and_add_nothing(tmp_path: Path) -> None:
     a, b = factors(2 * FF)
     b[FF:] = 0
-    found = planned_deltas(source(tmp_path / "a", {f"{MLP}.gate_up_proj": (a, b)}), CARD, tmp_path / "out")
+    found = ingested_deltas(source(tmp_path / "a", {f"{MLP}.gate_up_proj": (a, b)}), CARD, tmp_path / "out")
     assert found[f"{MLP}.gate_proj"].any()
     assert not found[f"{MLP}.up_proj"].any()
 
@@ -83,7 +83,7 @@ def test_zeros_keep_one_rank_and_add_nothing(tmp_path: Path) -> None:
 def test_one_experts_fused_gate_up_is_its_own(tmp_path: Path) -> None:
     card = make_card("qwen3_moe", num_layers=1, num_experts=3, intermediate=FF)
     pair, container = factors(2 * FF), f"{MLP}.experts.2"
-    found = planned_deltas(source(tmp_path / "a", {f"{container}.gate_up_proj": pair}), card, tmp_path / "out")
+    found = ingested_deltas(source(tmp_path / "a", {f"{container}.gate_up_proj": pair}), card, tmp_path / "out")
     wanted = split(merged(pair), container, GATE_UP)
     assert largest_difference(found, wanted) < 1e-14
     assert {module for module, delta in found.items() if delta.any()} == wanted.keys()
@@ -92,7 +92,7 @@ def test_one_experts_fused_gate_up_is_its_own(tmp_path: Path) -> None:
 def test_a_shared_experts_fused_gate_up_is_its_own(tmp_path: Path) -> None:
     card = make_card("qwen2_moe", num_layers=1, num_experts=3, shared_intermediate=FF)
     pair, container = factors(2 * FF), f"{MLP}.shared_expert"
-    found = planned_deltas(source(tmp_path / "a", {f"{container}.gate_up_proj": pair}), card, tmp_path / "out")
+    found = ingested_deltas(source(tmp_path / "a", {f"{container}.gate_up_proj": pair}), card, tmp_path / "out")
     assert found.keys() == split(merged(pair), container, GATE_UP).keys()
     assert largest_difference(found, split(merged(pair), container, GATE_UP)) < 1e-14
 
@@ -101,7 +101,7 @@ def test_targets_may_name_the_parts_of_a_fused_module(tmp_path: Path) -> None:
     pair = factors(Q + 2 * KV)
     adapter = source(tmp_path / "a", {f"{ATTENTION}.qkv_proj": pair}, target_modules=list(QKV))
     wanted = split(merged(pair), ATTENTION, QKV)
-    assert largest_difference(planned_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
+    assert largest_difference(ingested_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,37 @@
 """The names that trainers give to one and the same tensor."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.keys import pairs_of
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.synth import write_peft_adapter, write_tensors
-from infinilora.weights.tensorfile import open_tensors
-from support.cards import tiny_cards
-from support.deltas import largest_difference, planned_deltas
+from infinilora.weights.tensorfile import Array, open_tensors
+from support.cards import make_card, tiny_cards
+from support.deltas import ingested_deltas, largest_difference
 
 CARD = tiny_cards()["llama"]
 PEFT = "base_model.model."
 Rename = Callable[[str], str]
 
 
-def renamed(directory: Path, rename: Rename) -> Path:
+def tensors_of(directory: Path) -> dict[str, Array]:
     file = open_tensors(directory / TENSORS_FILE)
-    write_tensors(directory / TENSORS_FILE, {rename(name): np.array(file.read(name)) for name in file.tensors})
+    return {name: np.array(file.read(name)) for name in file.tensors}
+
+
+def renamed(directory: Path, rename: Rename) -> Path:
+    tensors = tensors_of(directory)
+    write_tensors(directory / TENSORS_FILE, {rename(name): value for name, value in tensors.items()})
     return directory
 
 
@@ -63,8 +71,8 @@ def below(prefix: str, *, instead_of: str = PEFT) -> Rename:
     ],
 )
 def test_a_consistent_spelling_is_the_same_adapter(tmp_path: Path, rename: Rename) -> None:
-    wanted = planned_deltas(adapter(tmp_path / "plain"), CARD, tmp_path / "out")
-    found = planned_deltas(adapter(tmp_path / "other", rename), CARD, tmp_path / "out")
+    wanted = ingested_deltas(adapter(tmp_path / "plain"), CARD, tmp_path / "out")
+    found = ingested_deltas(adapter(tmp_path / "other", rename), CARD, tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) == 0
 
@@ -119,6 +127,49 @@ def test_a_module_is_found_below_the_models_that_hold_it(module: str) -> None:
     place = ModuleIndex(CARD).find(module)
     assert place
     assert place.geometry.parts[place.part].module == "model.layers.0.self_attn.q_proj"
+
+
+OUTER = make_card("llama", outer=True)
+
+
+@pytest.mark.parametrize("rename", [lambda key: key, lambda key: re.sub(r"(lora_embedding_.)", r"\1.default", key)])
+def test_an_embedding_has_names_of_its_own(tmp_path: Path, rename: Rename) -> None:
+    source = renamed(write_peft_adapter(tmp_path / "a", OUTER, rank=4, targets=["embed_tokens"]), rename)
+    tensors = {name.split(".")[4]: value for name, value in tensors_of(source).items()}
+    a, b = (tensors[f"lora_embedding_{half}"].astype(np.float64) for half in "AB")
+    found = ingested_deltas(source, OUTER, tmp_path / "out")
+    assert largest_difference(found, {"model.embed_tokens": 2.0 * b @ a}) < 1e-14
+
+
+def test_the_head_is_a_projection_of_the_layer_after_the_last(tmp_path: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", OUTER, rank=4, targets=["lm_head"])
+    (site,) = plan_adapter(read_adapter(source), OUTER).sites
+    assert (site.geometry.layer, site.geometry.site) == (2, Site.LM_HEAD)
+
+
+@pytest.mark.parametrize(
+    ("target", "rename", "config", "names"),
+    [
+        ("embed_tokens", lambda k: k.replace("lora_embedding_A", "lora_A").replace("lora_embedding_B", "lora_B"), {},
+         ["embed_tokens.lora_A", "wanted lora_embedding_A"]),
+        ("q_proj", lambda k: k.replace("lora_A.weight", "lora_embedding_A"), {}, ["q_proj", "alone", "beside it"]),
+        ("lm_head", lambda k: k, {"ensure_weight_tying": True}, ["ensure_weight_tying", "lm_head"]),
+        ("embed_tokens", lambda k: k, {"ensure_weight_tying": True}, ["ensure_weight_tying", "embed_tokens"]),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_embedding_and_head_must_be_plain(
+    tmp_path: Path, target: str, rename: Rename, config: dict[str, Any], names: list[str]
+) -> None:
+    source = renamed(write_peft_adapter(tmp_path / "a", OUTER, rank=4, targets=[target], config=config), rename)
+    with pytest.raises(AdapterInvalid) as refused:
+        plan_adapter(read_adapter(source), OUTER)
+    for name in names:
+        assert name in refused.value.message
+
+
+def test_tying_is_harmless_where_neither_is_adapted(tmp_path: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", OUTER, rank=4, targets=["q_proj"], config={"ensure_weight_tying": True})
+    assert plan_adapter(read_adapter(source), OUTER).sites
 
 
 @pytest.mark.parametrize("module", ["xlayers.0.self_attn.q_proj", "other.model.layers.0.self_attn.q_proj", "q_proj"])

@@ -11,7 +11,7 @@ from infinilora.weights.check import plan_adapter
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.tensorfile import Array
 from support.cards import make_card
-from support.deltas import Deltas, largest_difference, planned_deltas, write_source
+from support.deltas import Deltas, ingested_deltas, largest_difference, write_source
 
 NUM, HIDDEN, FF, RANK, ALPHA = 4, 32, 24, 2, 5.0
 CARD = make_card("qwen3_moe", num_layers=1, num_experts=NUM, intermediate=FF)
@@ -53,7 +53,7 @@ def test_planes_are_those_of_their_experts_or_of_all(tmp_path: Path, num_a: int,
     down = normal(num_b, RANK, FF), normal(num_a, HIDDEN, RANK)
     adapter = source(tmp_path / "a", {f"{EXPERTS}.gate_up_proj": gate_up, f"{EXPERTS}.down_proj": down})
     wanted = deltas(gate_up, *GATE_UP) | deltas(down, *DOWN)
-    found = planned_deltas(adapter, CARD, tmp_path / "out")
+    found = ingested_deltas(adapter, CARD, tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-14
 
@@ -65,7 +65,7 @@ def test_mixtrals_names_mean_gate_down_and_up(tmp_path: Path, container: str) ->
     pairs["w2"] = normal(NUM, RANK, FF), normal(NUM, HIDDEN, RANK)
     adapter = source(tmp_path / "a", {f"{container}.{name}": pair for name, pair in pairs.items()})
     wanted = deltas(pairs["w1"], "gate_proj") | deltas(pairs["w2"], "down_proj") | deltas(pairs["w3"], "up_proj")
-    found = planned_deltas(adapter, CARD, tmp_path / "out")
+    found = ingested_deltas(adapter, CARD, tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert largest_difference(found, wanted) < 1e-14
 
@@ -104,7 +104,7 @@ def test_shapes_that_fit_no_layout_are_refused_by_its_name(tmp_path: Path, pair:
 def test_targets_may_name_parameter_container_or_projections(tmp_path: Path, config: dict[str, Any]) -> None:
     pair = normal(NUM, RANK, HIDDEN), normal(NUM, 2 * FF, RANK)
     adapter = source(tmp_path / "a", {f"{EXPERTS}.gate_up_proj": pair}, **config)
-    assert largest_difference(planned_deltas(adapter, CARD, tmp_path / "out"), deltas(pair, *GATE_UP)) < 1e-14
+    assert largest_difference(ingested_deltas(adapter, CARD, tmp_path / "out"), deltas(pair, *GATE_UP)) < 1e-14
 
 
 def test_a_parameter_that_nothing_targets_is_refused(tmp_path: Path) -> None:
