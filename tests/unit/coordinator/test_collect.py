@@ -187,7 +187,7 @@ async def test_nothing_is_taken_for_dropped_that_is_not(tmp_path: Path) -> None:
         await world.ledger.delete("t", "one")
         await world.beat("lora-server", "g1-0", GroupLoad())
         await world.beat("engine", "e1", EngineLoad())
-        world.refuse = {"g1-0": InvalidRequest("what is forget?"), "e1": InvalidRequest("an engine takes no forget")}
+        world.refuse = {"g1-0": InvalidRequest("what is forget?")}
         await world.rounds()
         world.clock.now += GRACE_S
         await world.rounds()

@@ -19,7 +19,7 @@ from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import DigestRecord
 from infinilora.protocol.control import EngineLoad, Forget, GroupLoad
-from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.members import Members
@@ -123,9 +123,7 @@ class Collector:
             logger.info("adapter deleted", extra={"adapter_id": case.digest})
 
     async def _has_dropped(self, member: Member, digest: Digest, epoch: int) -> bool:
-        outcome = await self._orders.give(member, Forget(digest=digest), epoch)
-        # An engine whose LoRA servers are other processes keeps no adapter, and takes no such command.
-        return outcome == TAKEN or (member.beat.kind == "engine" and outcome == InvalidRequest.code)
+        return await self._orders.give(member, Forget(digest=digest), epoch) == TAKEN
 
     def _is_leased(self, digest: Digest) -> bool:
         return any(
