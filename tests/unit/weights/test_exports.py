@@ -11,7 +11,7 @@ from infinilora.weights.check import plan_adapter
 from infinilora.weights.exports import MLX_TENSORS_FILE
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.tensorfile import Array
-from support.cards import tiny_cards
+from support.cards import make_card, tiny_cards
 from support.deltas import ingested_deltas, largest_difference, write_source
 
 CARD = tiny_cards()["llama"]
@@ -81,6 +81,15 @@ def test_mlxs_experts_are_refused_by_name(tmp_path: Path, name: str) -> None:
     }
     with pytest.raises(AdapterInvalid, match=name):
         plan_adapter(read_adapter(source(tmp_path / "a", planes)), card)
+
+
+def test_mlxs_embedding_is_refused_for_its_tied_head(tmp_path: Path) -> None:
+    table = {
+        "model.embed_tokens.lora_a": np.ones((128, RANK), np.float32),
+        "model.embed_tokens.lora_b": np.ones((RANK, 32), np.float32),
+    }
+    with pytest.raises(AdapterInvalid, match=r"embed_tokens.lora_a: found .* tied head"):
+        plan_adapter(read_adapter(source(tmp_path / "a", table)), make_card("llama", outer=True))
 
 
 def test_mlx_names_under_a_peft_config_are_not_guessed_at(tmp_path: Path) -> None:

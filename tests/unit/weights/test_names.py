@@ -172,6 +172,13 @@ def test_tying_is_harmless_where_neither_is_adapted(tmp_path: Path) -> None:
     assert plan_adapter(read_adapter(source), OUTER).sites
 
 
+@pytest.mark.parametrize("number", ["01", "\u0663", "-1", "4", "1e0", "{expert}"])
+def test_an_expert_has_one_number(number: str) -> None:
+    index = ModuleIndex(tiny_cards()["mixtral"])
+    assert index.find("model.layers.0.mlp.experts.1.up_proj")
+    assert index.find(f"model.layers.0.mlp.experts.{number}.up_proj") is None
+
+
 @pytest.mark.parametrize("module", ["xlayers.0.self_attn.q_proj", "other.model.layers.0.self_attn.q_proj", "q_proj"])
 def test_a_name_that_only_ends_alike_is_not_found(module: str) -> None:
     assert ModuleIndex(CARD).find(module) is None

@@ -221,6 +221,16 @@ def test_one_projection_under_two_names_is_refused(tmp_path: Path) -> None:
     assert "experts.1.w1" in message
 
 
+def test_scales_of_experts_that_no_factor_bridges_are_refused(tmp_path: Path) -> None:
+    config = {"alpha_pattern": {r"experts\.2\..*": 1e30}}
+    directory = write_peft_adapter(
+        tmp_path / "a", tiny_cards()["mixtral"], rank=4, targets=["down_proj"], config=config
+    )
+    message = refusal(directory, card=tiny_cards()["mixtral"])
+    assert "experts.2.down_proj" in message
+    assert "2.5e+29 beside 2" in message
+
+
 def test_a_rank_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     directory = write_peft_adapter(tmp_path / "a", CARD, rank=16)
     assert "found 16; wanted at most 8" in refusal(directory, max_rank=8)

@@ -22,6 +22,8 @@ from infinilora.weights.stacked import Stacked, stack_of
 from infinilora.weights.tensorfile import NUMPY_DTYPES
 
 MAX_RANK = 512
+MAX_GAIN = 1e9
+"""What may be multiplied into fp32 factors for an expert whose scale is not that of the others."""
 OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
 WHOLE_MODULES = ("lm_head", "embed_tokens")
 
@@ -171,7 +173,7 @@ class _Places:
         if (terms := self._terms(module)) is None:
             return
         site, part = place.geometry, place.geometry.parts[place.part]
-        self._refuse_tying(module, site.site)
+        self._refuse_tying(module, halves, site.site)
         self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
         pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
         self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
@@ -203,8 +205,15 @@ class _Places:
             self._untargeted.append(module)
         return terms
 
-    def _refuse_tying(self, module: str, site: Site) -> None:
-        """PEFT would train one pair for embedding and head; here each has its own."""
+    def _refuse_tying(self, module: str, halves: Halves, site: Site) -> None:
+        """One pair that was trained for embedding and head at once; here each has its own."""
+        if site is Site.EMBED and halves.turned:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.a}",
+                found="LoRA of MLX on an embedding, which it adds to a tied head as well",
+                wanted="LoRA on projections only",
+            )
         if site in OUTER_SITES and self._rules.config.ensure_weight_tying:
             raise invalid(
                 CONFIG_FILE,
@@ -285,7 +294,15 @@ def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled], bias: Bias
 def _with_gain(pair: Pair, scale: float, common: float) -> Pair:
     if scale == common:
         return pair
-    return Pair(a=pair.a, bt=pair.bt, rank=pair.rank, gain=scale / common)
+    gain = scale / common
+    if scale and not 1 / MAX_GAIN <= abs(gain) <= MAX_GAIN:
+        raise invalid(
+            CONFIG_FILE,
+            f"scale of {pair.a.tensor}",
+            found=f"{scale:.6g} beside {common:.6g} for other experts of the same projection",
+            wanted=f"scales that differ by a factor of at most {MAX_GAIN:g}",
+        )
+    return Pair(a=pair.a, bt=pair.bt, rank=pair.rank, gain=gain)
 
 
 def _check_ranks(adapter: PeftAdapter, sites: tuple[SitePlan, ...], max_rank: int) -> None:

@@ -13,7 +13,7 @@ from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 PREFIX = "base_model.model."
 """What PEFT puts before a module's name in a file."""
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(0|[1-9][0-9]*)\.")
 _ANY_EXPERT = ".{expert}."
 
 # Other names (left) of what cards call by today's (right).
