@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from infinilora.engine.lora.interface import (
-    COMPUTED_SITES,
     AdapterRows,
     Lease,
     LeaseStatus,
@@ -26,9 +25,8 @@ from infinilora.engine.lora.layout import Layout, Range
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.pool import AdapterPool, LeaseState
 from infinilora.protocol.adapter import Site
-from infinilora.protocol.errors import AdapterError, AdapterFailed
+from infinilora.protocol.errors import AdapterError
 from infinilora.protocol.ids import Digest
-from infinilora.protocol.sites import first_beyond
 
 HOLDER = "engine"
 GROUP = "local"
@@ -154,10 +152,6 @@ class LocalLora:
 
     def _changed(self, state: LeaseState) -> None:
         """From any thread, under the pool's lock."""
-        if beyond := first_beyond(state.layer_sites, COMPUTED_SITES):
-            layer, site = beyond
-            what = f"adapter {state.digest} adapts site {site.label} of layer {layer}"
-            state = LeaseState(state.digest, error=AdapterFailed(f"{what}, which this engine does not compute"))
         with self._lock:
             self._states[state.digest] = state
         self._on_change()
