@@ -192,7 +192,7 @@ async def has_read(http: httpx.AsyncClient, count: int) -> bool:
     """Also a page of models is full: an engine has been heard."""
     try:
         adapters = (await http.get("/readyz")).json()["adapters"]
-        return adapters == count and (await http.get("/v1/models?limit=1")).json()["has_more"]
+        return bool(adapters == count and (await http.get("/v1/models?limit=1")).json()["has_more"])
     except httpx.TransportError:
         return False
 

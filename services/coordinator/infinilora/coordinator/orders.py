@@ -41,6 +41,6 @@ class Orders:
         self._metrics.commands.labels(body=name, outcome=outcome).inc()
         logger.info(
             "command",
-            extra={"body": name, "process_id": member.beat.id, "adapter_id": body.digest, "outcome": outcome},
+            extra={"body": name, "to": member.beat.id, "adapter_id": body.digest, "outcome": outcome},
         )
         return outcome
