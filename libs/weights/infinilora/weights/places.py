@@ -1,0 +1,185 @@
+"""Where each pair of an adapter belongs in the base: its site, part and expert, with shapes, names and targets checked.
+
+Tries the layouts one after the other: a projection, flattened experts, fused projections, stacked experts. Knows
+nothing of how a plan is packed.
+"""
+
+from collections import defaultdict
+
+from infinilora.protocol.adapter import Site, SiteGeometry
+from infinilora.weights.fused import container_of, establish
+from infinilora.weights.joined import Joined, join_of
+from infinilora.weights.keys import Halves, pairs_of
+from infinilora.weights.names import ModuleIndex, Place
+from infinilora.weights.peft import PeftAdapter
+from infinilora.weights.plan import ALL, Bias, Pair
+from infinilora.weights.refuse import invalid, listed
+from infinilora.weights.rules import CONFIG_FILE, Terms
+from infinilora.weights.stacked import Stacked, stack_of
+
+OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
+
+PartKey = tuple[int, Site, int]
+"""Layer, site, number of the part."""
+
+Scaled = tuple[Pair, float]
+Found = dict[PartKey, dict[int, Scaled]]
+"""Pair and scale of each block (expert; 0 in a dense site) of each part."""
+
+
+class Places:
+    """Where each pair of an adapter belongs. Between calls: what was found, and the modules that nothing targets."""
+
+    def __init__(self, adapter: PeftAdapter, index: ModuleIndex) -> None:
+        self._file, self._rules, self._index = adapter.tensors, adapter.rules, index
+        self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
+        self._found: Found = defaultdict(dict)
+        self._untargeted: list[str] = []
+        self.biases: dict[PartKey, Bias] = {}
+        """Of dense parts, scaled as their pairs are."""
+
+    def all(self) -> Found:
+        """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
+        for module, halves in self._pairs.items():
+            self._place(module, halves)
+        if self._untargeted:
+            raise invalid(
+                self._file.name,
+                f"{len(self._untargeted)} modules with tensors",
+                found=f"{listed(self._untargeted)}, which {CONFIG_FILE} does not target",
+                wanted="only targeted modules (PEFT would silently drop these)",
+            )
+        return self._found
+
+    def _place(self, module: str, halves: Halves) -> None:
+        place = self._index.find(module)
+        self._check_names(module, halves, place)
+        if place:
+            self._place_single(module, halves, place)
+        elif container := container_of(module, self._index):
+            self._place_flattened(container, halves)
+        elif join := join_of(module, self._index):
+            self._place_joined(module, halves, join)
+        elif not halves.turned and (stack := stack_of(module, self._index)):
+            self._place_stacked(module, halves, stack)
+        else:
+            raise invalid(
+                self._file.name, f"tensor {halves.a}", found=f"module {module}", wanted=self._index.describe()
+            )
+
+    def _check_names(self, module: str, halves: Halves, place: Place | None) -> None:
+        """An embedding's halves have names of their own; a bias is there where the configuration says so."""
+        is_embedding = place is not None and place.geometry.site is Site.EMBED
+        if halves.is_table != is_embedding and not halves.turned:
+            names = "lora_embedding_A and lora_embedding_B" if is_embedding else "lora_A.weight and lora_B.weight"
+            raise invalid(self._file.name, f"tensor {halves.a}", found=f"this for {module}", wanted=names)
+        if halves.bias and not self._rules.config.lora_bias:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.bias}",
+                found="a bias on lora_B",
+                wanted=f"none without lora_bias in {CONFIG_FILE} (PEFT would silently drop it)",
+            )
+        if self._rules.config.lora_bias and not halves.bias:
+            raise invalid(
+                self._file.name, f"module {module}", found="no lora_B.bias", wanted=f"one: {CONFIG_FILE} sets lora_bias"
+            )
+
+    def _place_flattened(self, container: str, halves: Halves) -> None:
+        fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
+        self._refuse_bias(halves)
+        for number, pairs in fused.parts():
+            for expert, pair in enumerate(pairs):
+                self._add((fused.geometry.layer, fused.geometry.site, number), expert, pair, fused.scale)
+
+    def _place_single(self, module: str, halves: Halves, place: Place) -> None:
+        if (terms := self._terms(module)) is None:
+            return
+        site, part = place.geometry, place.geometry.parts[place.part]
+        self._refuse_tying(module, halves, site.site)
+        self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
+        pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
+        self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
+        self._add_bias(halves, site, part.out_dim, {place.part: ALL}, terms.scale)
+
+    def _place_joined(self, module: str, halves: Halves, join: Joined) -> None:
+        if (terms := self._terms(module, join.names)) is None:
+            return
+        site = join.geometry
+        self._check_shapes(halves, terms.rank, site.in_dim, site.out_dim)
+        for number, pair in join.pairs(self._file, halves):
+            self._add((site.layer, site.site, number), join.expert or 0, pair, terms.scale)
+        rows = {n: slice(p.out_offset, p.out_offset + p.out_dim) for n, p in enumerate(site.parts)}
+        self._add_bias(halves, site, site.out_dim, rows, terms.scale)
+
+    def _place_stacked(self, module: str, halves: Halves, stack: Stacked) -> None:
+        if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
+            return
+        self._refuse_bias(halves)
+        site = stack.experts.geometry
+        stack.check_shapes(self._file, halves, terms.rank)
+        for number, expert, pair in stack.pairs(self._file, halves):
+            self._add((site.layer, site.site, number), expert, pair, terms.scale)
+
+    def _terms(self, module: str, parts: tuple[str, ...] = (), *, container: str = "") -> Terms | None:
+        """None, and kept for the refusal, where the configuration does not target the module."""
+        terms = self._rules.terms(module, parts, container=container)
+        if terms is None:
+            self._untargeted.append(module)
+        return terms
+
+    def _refuse_tying(self, module: str, halves: Halves, site: Site) -> None:
+        """One pair that was trained for embedding and head at once; here each has its own."""
+        if site is Site.EMBED and halves.turned:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.a}",
+                found="LoRA of MLX on an embedding, which it adds to a tied head as well",
+                wanted="LoRA on projections only",
+            )
+        if site in OUTER_SITES and self._rules.config.ensure_weight_tying:
+            raise invalid(
+                CONFIG_FILE,
+                "ensure_weight_tying",
+                found=f"true, with LoRA on {module}: one pair for embedding and head",
+                wanted="false, and a pair for each",
+            )
+
+    def _check_shapes(self, halves: Halves, rank: int, in_dim: int, out_dim: int) -> None:
+        for key, wanted in zip((halves.a, halves.b), halves.shapes(rank, in_dim, out_dim), strict=True):
+            found = self._file.tensors[key].shape
+            if found != wanted:
+                hint = ", transposed?" if found == wanted[::-1] else ""
+                raise invalid(self._file.name, f"tensor {key} shape", found=f"{list(found)}{hint}", wanted=list(wanted))
+
+    def _add_bias(self, halves: Halves, site: SiteGeometry, out_dim: int, rows: dict[int, slice], scale: float) -> None:
+        """Give each part its rows of the module's bias."""
+        if halves.bias is None:
+            return
+        if site.num_experts:
+            self._refuse_bias(halves)
+        shape = self._file.tensors[halves.bias].shape
+        if shape != (out_dim,):
+            raise invalid(self._file.name, f"tensor {halves.bias} shape", found=list(shape), wanted=[out_dim])
+        for number, part_rows in rows.items():
+            self.biases[site.layer, site.site, number] = Bias(halves.bias, scale, part_rows)
+
+    def _refuse_bias(self, halves: Halves) -> None:
+        if halves.bias is not None:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.bias}",
+                found="a bias on the lora_B of experts (lora_bias), which is not served",
+                wanted="lora_bias on dense projections only",
+            )
+
+    def _add(self, key: PartKey, block: int, pair: Pair, scale: float) -> None:
+        blocks = self._found[key]
+        if block in blocks:
+            raise invalid(
+                self._file.name,
+                f"tensor {pair.a.tensor}",
+                found=f"a second pair for one projection, beside {blocks[block][0].a.tensor}",
+                wanted="one",
+            )
+        blocks[block] = (pair, scale)
