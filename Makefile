@@ -9,7 +9,7 @@ LORA ?= remote
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup lock proto fmt lint types arch unit kernels integration e2e test soak up demo
+.PHONY: help setup lock proto fmt lint types arch unit kernels integration fuzz e2e test soak up demo
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,11 @@ kernels: setup ## Kernel tests: compiled CPU kernels, Triton by interpreter, Tri
 	$(PY) -m pytest -q tests/kernels -m "not gpu and not soak"
 integration: setup ## Real NATS, Redis and S3 servers, real links, single services
 	$(PY) -m pytest -q tests/contract tests/integration -m "not soak"
+fuzz: setup ## 20,000 strange files: headers, configs, archives, forms
+	$(PY) -m pytest -q tests/fuzz -m "not soak"
 e2e: setup ## The four services together
 	$(PY) -m pytest -q tests/e2e -m "not soak"
-test: lint types arch unit kernels integration e2e ## Everything that needs no GPU; sets up what it needs
+test: lint types arch unit kernels integration fuzz e2e ## Everything that needs no GPU; sets up what it needs
 soak: setup ## The randomised tests at full length
 	$(PY) -m pytest -q tests -m soak --timeout=7200
 

@@ -202,6 +202,12 @@ def test_an_archive_with_a_broken_middle_is_the_senders_fault(tmp_path: Path, pa
         unpack_file(io.BytesIO(bytes(data)), tmp_path, LIMITS)
 
 
+@pytest.mark.parametrize("magic", [b"BZh", b"BZh9" + b"x" * 600, b"\x1f\x8b", b"\xfd7zXZ\0" + b"x" * 600])
+def test_a_broken_stream_is_the_senders_fault(tmp_path: Path, magic: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        unpack_file(io.BytesIO(magic), tmp_path, LIMITS)
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
 def test_a_cut_archive_is_the_senders_fault(tmp_path: Path, pack: Pack, keep: float) -> None:

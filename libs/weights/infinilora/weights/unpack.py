@@ -234,7 +234,12 @@ class _Bounded(io.RawIOBase):
 
     @override
     def read(self, size: int = -1, /) -> bytes:
-        data = self._file.read(min(size, MAX_READ_BYTES + 1) if size >= 0 else MAX_READ_BYTES + 1)
+        try:
+            data = self._file.read(min(size, MAX_READ_BYTES + 1) if size >= 0 else MAX_READ_BYTES + 1)
+        except OSError as error:
+            if error.errno is None:  # bz2's word for a broken stream; a disk's has a number
+                raise ValueError(str(error)) from error
+            raise
         if size > MAX_READ_BYTES or len(data) > MAX_READ_BYTES:
             raise ValueError(f"a table of more than {MAX_READ_BYTES} bytes")
         return data
