@@ -34,8 +34,8 @@ types: setup ## mypy --strict, by path
 	$(PY) -m mypy $(ROOMS) tests
 arch: setup ## Import contracts and layout
 	$(VENV)/bin/lint-imports && $(PY) -m pytest -q tests/architecture
-unit: setup ## Unit tests: no GPU, no network, about a minute
-	$(PY) -m pytest -q tests/unit -m "not soak"
+unit: setup ## Unit and property tests: no GPU, no network, about a minute
+	$(PY) -m pytest -q tests/unit tests/property -m "not soak"
 kernels: setup ## Kernel tests: compiled CPU kernels, Triton by interpreter, Triton compiled for sm_90
 	$(PY) -m pytest -q tests/kernels -m "not gpu and not soak"
 integration: setup ## Real NATS, Redis and S3 servers, real links, single services

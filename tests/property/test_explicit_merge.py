@@ -1,0 +1,89 @@
+"""Adapters drawn at random are packed as an explicit merge has them; with one thing wrong, as that or not at all."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from infinilora.protocol.errors import AdapterError
+from support.deltas import ingested_deltas
+from support.explicit_merge import Deltas, NoMeaning, disagreement, explicit_deltas
+from support.random_adapters import Adapter, adapters, faulty
+
+
+def settings_for(examples: int) -> settings:
+    slow = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+        HealthCheck.filter_too_much,
+    ]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=slow)
+
+
+def meaning(directory: Path, adapter: Adapter) -> Deltas | NoMeaning:
+    try:
+        return explicit_deltas(directory, adapter.card)
+    except NoMeaning as no:
+        return no
+
+
+def served(directory: Path, adapter: Adapter) -> Deltas | AdapterError:
+    """What was packed, or the refusal. Any error but a refusal of the adapter fails the test."""
+    out = directory / "packed"
+    try:
+        return ingested_deltas(directory, adapter.card, out)
+    except AdapterError as refused:
+        assert not out.exists()
+        return refused
+
+
+def check_good(adapter: Adapter) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = adapter.write(Path(name))
+        wanted, found = meaning(directory, adapter), served(directory, adapter)
+    assert isinstance(wanted, NoMeaning) != adapter.has_meaning, f"the oracle cannot read what was drawn: {wanted}"
+    if isinstance(found, AdapterError):
+        assert not adapter.must_serve, f"a good adapter was refused: {found}"
+        return
+    assert not isinstance(wanted, NoMeaning), f"served, although {wanted}"
+    assert not (wrong := disagreement(found, wanted, adapter.card)), wrong
+
+
+def check_faulty(adapter: Adapter) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = adapter.write(Path(name))
+        wanted, found = meaning(directory, adapter), served(directory, adapter)
+    if isinstance(found, AdapterError):
+        return
+    assert not isinstance(wanted, NoMeaning), f"served, although {wanted}"
+    assert not (wrong := disagreement(found, wanted, adapter.card)), wrong
+
+
+@pytest.mark.timeout(300)
+@settings_for(500)
+@given(adapters())
+def test_any_adapter_is_packed_as_its_explicit_merge(adapter: Adapter) -> None:
+    check_good(adapter)
+
+
+@pytest.mark.timeout(300)
+@settings_for(500)
+@given(faulty(adapters()))
+def test_one_fault_is_refused_or_served_as_the_file_then_says(adapter: Adapter) -> None:
+    check_faulty(adapter)
+
+
+@pytest.mark.soak
+@settings_for(20_000)
+@given(adapters())
+def test_any_of_many_adapters_is_packed_as_its_explicit_merge(adapter: Adapter) -> None:
+    check_good(adapter)
+
+
+@pytest.mark.soak
+@settings_for(20_000)
+@given(faulty(adapters()))
+def test_one_of_many_faults_is_refused_or_served_as_the_file_then_says(adapter: Adapter) -> None:
+    check_faulty(adapter)
