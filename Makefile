@@ -42,8 +42,8 @@ integration: setup ## Real NATS, Redis and S3 servers, real links, single servic
 	$(PY) -m pytest -q tests/contract tests/integration -m "not soak"
 fuzz: setup ## 20,000 strange files: headers, configs, archives, forms
 	$(PY) -m pytest -q tests/fuzz -m "not soak"
-e2e: setup ## The four services together
-	$(PY) -m pytest -q tests/e2e -m "not soak"
+e2e: setup ## The four services together, and every case of docs/cases.md
+	$(PY) -m pytest -q tests/e2e tests/cases -m "not soak"
 test: lint types arch unit kernels integration fuzz e2e ## Everything that needs no GPU; sets up what it needs
 soak: setup ## The randomised tests at full length
 	$(PY) -m pytest -q tests -m soak --timeout=7200

@@ -82,6 +82,8 @@ class Oracle:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        if self.model.config.tie_word_embeddings:  # an adapter changes one of the two, not both
+            self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
         self._shapes = {key: tuple(p.shape) for key, p in self.model.named_parameters()}
 
     def loras(self, modules: Iterable[str], *, rank: int = 4, seed: int = 0, std: float = 0.2) -> Loras:
@@ -241,7 +243,7 @@ class Files:
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text(json.dumps(self.config))
         if self.tensors is not None:
-            plain = {key: tensor.contiguous() for key, tensor in self.tensors.items()}
+            plain = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in self.tensors.items()}
             save_file(plain, directory / self.weights, metadata={"format": "pt"})
         for name, data in self.more.items():
             path = directory / name

@@ -1,9 +1,13 @@
 """Starts whole systems for the tests: every process real, every port free, everything gone afterwards."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infinilora.cli import services
+from infinilora.cli.child import Child
+from infinilora.cli.ports import free_ports
 from infinilora.cli.stack import Stack
 from support.api import Api
 
@@ -15,6 +19,7 @@ class StackFactory:
         self.root = root
         self.stacks: list[Stack] = []
         self.apis: list[Api] = []
+        self.children: list[Child] = []
 
     async def start(self, model: Path, *, backend: str = "shm", env: dict[str, str] | None = None, **more: Any) -> Api:
         """Serve `model` under the name `tiny`; backend is shm, tcp or local."""
@@ -36,6 +41,19 @@ class StackFactory:
         self.apis.append(api)
         return api
 
+    async def another_gateway(self, name: str, env: dict[str, str]) -> Api:
+        """A second gateway of the latest system, told what `env` says beyond the first."""
+        plan, (port,) = self.stack._started(), free_ports(1)
+        own = {"INFINILORA_GATEWAY_ID": name, **env}
+        plan = dataclasses.replace(plan, gateway_port=port, shared={**plan.shared, **own})
+        child = Child(services.gateway(plan), self.stack.home.new_log(name), lambda *_: None)
+        self.children.append(child)
+        child.start()
+        await child.until_ready()
+        api = Api(plan.url)
+        self.apis.append(api)
+        return api
+
     @property
     def stack(self) -> Stack:
         return self.stacks[-1]
@@ -49,5 +67,7 @@ class StackFactory:
     async def stop(self) -> None:
         for api in self.apis:
             await api.close()
+        for child in self.children:
+            await child.stop()
         for stack in self.stacks:
             await stack.stop()

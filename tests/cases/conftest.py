@@ -1,0 +1,65 @@
+"""One running system a fixture base, shared by all cases on it; at any time only one of them runs."""
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from infinilora.cli.stack import Urls
+from support.cases import Oracle, make_base
+from support.procs import WeedServer
+from support.s3_proxy import S3Proxy
+from support.stacks import StackFactory
+from support.worlds import SMALL_CACHE_BYTES, World
+
+ENV: dict[str, dict[str, str]] = {
+    "L": {"INFINILORA_MODEL_ALIASES": "base-v1=tiny,elsewhere=another-base"},
+    "L/one-slot": {"INFINILORA_NUM_SLOTS": "1"},
+    "L/two-slots": {
+        "INFINILORA_NUM_SLOTS": "2",
+        "INFINILORA_CACHE_BYTES": str(SMALL_CACHE_BYTES),
+        "INFINILORA_DELETE_GRACE_S": "0.2",
+    },
+    "L/lives": {},
+    "L/bf16": {},
+}
+"""What a world's services are told beyond the defaults; before the slash is the fixture base."""
+S3_WORLDS = ("L",)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """Parametrized by name: pytest runs all cases of one world before the next one starts."""
+    name: str = request.param
+    base, _, variant = name.partition("/")
+    root: Path = tmp_path_factory.mktemp(name.replace("/", "-"))
+    checkpoint = make_base(base, root / "tiny", dtype=torch.bfloat16 if variant == "bf16" else torch.float32)
+    urls = Urls() if name in S3_WORLDS else Urls(store=f"file://{root / 'store'}")
+    env = ENV.get(name, {})
+    factory = StackFactory(root)
+    with ExitStack() as servers:
+        proxy = None
+        if variant == "proxy":
+            weed = WeedServer(root / "weed").start()
+            servers.callback(weed.kill)
+            proxy = servers.enter_context(S3Proxy(weed.port))
+            urls = Urls(store=proxy.url("cases"))
+            env = {"INFINILORA_S3_ACCESS_KEY": weed.access_key, "INFINILORA_S3_SECRET_KEY": weed.secret_key}
+        try:
+            api = await factory.start(checkpoint, env=env, urls=urls)
+            made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)
+            await made.settle()
+            yield made
+        finally:
+            await factory.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def world(running: World) -> AsyncIterator[World]:
+    """The world of a case, which must be as it was when the case is over."""
+    before = running.factory.stack.pids()
+    yield running
+    await running.undisturbed(before)

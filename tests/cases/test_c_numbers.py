@@ -1,0 +1,92 @@
+"""Class C: the same numbers again after an eviction, at every rank, at every scale."""
+
+import math
+
+import pytest
+import torch
+
+from support.cases import EFFECT_FLOOR, Change, Files, Loras, config, experts, keyed, modules
+from support.worlds import World, each, on
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+
+QV = modules("q_proj", "v_proj")
+RANKS = (1, 2, 3, 4, 5, 8, 12, 17, 32, 33, 64)
+
+
+@on("L/one-slot")
+async def test_c05_evicted_and_back_again(world: World) -> None:
+    packed = modules("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    targets = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    made = {name: world.oracle.loras(packed, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
+    changes = {name: world.oracle.merge(loras, 2.0) for name, loras in made.items()}
+    for name, loras in made.items():
+        await world.exact(Files(config(target_modules=targets), keyed(loras)), changes[name], name=name)
+    answers = []
+    for round_number in range(10):
+        answers.append((await world.serves("a", changes["a"])).prompt_logprobs)
+        await world.serves("bc"[round_number % 2], changes["bc"[round_number % 2]])
+    assert all(answer == answers[0] for answer in answers)
+
+
+async def of_every_rank(world: World, loras: dict[int, Loras], targets: list[str]) -> dict[str, list[Change]]:
+    """Registered under `rank-N`, each seen to be right alone."""
+    made = {f"rank-{rank}": world.oracle.merge(pairs, 2.0) for rank, pairs in loras.items()}
+
+    def files(rank: int) -> Files:
+        return Files(config(r=rank, lora_alpha=2 * rank, target_modules=targets), keyed(loras[rank]))
+
+    await each(*(world.register(files(rank), name=f"rank-{rank}") for rank in loras))
+    for name, changes in made.items():
+        assert world.oracle.effect(changes) >= EFFECT_FLOOR
+        await world.serves(name, changes)
+    return made
+
+
+def strength(rank: int) -> float:
+    """Of A and B, so that every rank has an effect of one size."""
+    return 0.4 / math.sqrt(math.sqrt(rank))
+
+
+@on("L")
+async def test_c06_every_rank_alone_and_together(world: World) -> None:
+    loras = {rank: world.oracle.loras(QV, rank=rank, std=strength(rank)) for rank in RANKS}
+    made = await of_every_rank(world, loras, ["q_proj", "v_proj"])
+    await each(*(world.serves(name, changes) for name, changes in made.items()), world.serves("tiny"))
+
+
+@on("Q")
+async def test_c06_every_rank_of_experts(world: World) -> None:
+    leaves = ["gate_proj", "up_proj", "down_proj"]
+    loras = {rank: world.oracle.loras(experts(*leaves), rank=rank, std=strength(rank)) for rank in RANKS}
+    made = await of_every_rank(world, loras, leaves)
+    await each(*(world.serves(name, changes) for name, changes in made.items()), world.serves("tiny"))
+
+
+@on("L/one-slot")
+async def test_c06_a_small_rank_in_the_slot_of_a_large_one(world: World) -> None:
+    loras = {rank: world.oracle.loras(QV, rank=rank, std=strength(rank)) for rank in (64, 1)}
+    made = await of_every_rank(world, loras, ["q_proj", "v_proj"])
+    for _ in range(3):
+        await world.serves("rank-64", made["rank-64"])
+        await world.serves("rank-1", made["rank-1"])
+
+
+@on("L")
+async def test_c14_the_scale_is_alpha_over_rank(world: World) -> None:
+    def padded(rank: int, std: float) -> Loras:
+        wide = {}
+        for module, (a, b) in world.oracle.loras(QV, std=std).items():
+            zeros = rank - 4
+            wide[module] = (
+                torch.cat([a, torch.zeros(zeros, a.shape[1])]),
+                torch.cat([b, torch.zeros(b.shape[0], zeros)], dim=1),
+            )
+        return wide
+
+    async def at(alpha: float, rank: int) -> None:
+        loras = padded(rank, 0.3 / math.sqrt(alpha / rank))
+        settings = config(r=rank, lora_alpha=alpha)
+        await world.exact(Files(settings, keyed(loras)), world.oracle.merge(loras, alpha / rank))
+
+    await each(*(at(*pair) for pair in ((16, 8), (8, 8), (1, 64), (128, 4), (0.5, 4), (16.0, 8))))

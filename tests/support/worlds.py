@@ -1,0 +1,148 @@
+"""One whole running system for many cases: adapters go in through the API, numbers and refusals come out of it."""
+
+import asyncio
+import io
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+import httpx
+import pytest
+from minio import Minio
+
+from support.api import Api, Scored
+from support.cases import EFFECT_FLOOR, PROMPT, Change, Files, Oracle, config, keyed, modules
+from support.s3_proxy import S3Proxy
+from support.stacks import StackFactory
+
+LOGPROB_BOUND = 1e-3
+TEACHER_FORCED_BOUND = 2e-3
+NUM_TOKENS = 16
+GOOD = "good"
+SMALL_CACHE_BYTES = 40_000
+"""Room for about ten of the standard adapters on the LoRA server's disk."""
+
+
+def on(name: str) -> pytest.MarkDecorator:
+    """Run a case in the world of this name."""
+    return pytest.mark.parametrize("running", [name], indirect=True)
+
+
+async def each(*checks: Coroutine[Any, Any, Any]) -> None:
+    """Variants of one case, together."""
+    async with asyncio.TaskGroup() as tasks:
+        for check in checks:
+            tasks.create_task(check)
+
+
+@dataclass
+class World:
+    """A base model served by real processes, with one good adapter that must keep answering."""
+
+    name: str
+    oracle: Oracle
+    api: Api
+    factory: StackFactory
+    root: Path
+    good: list[Change] = field(default_factory=list)
+    proxy: S3Proxy | None = None
+    _count: int = 0
+
+    async def settle(self) -> None:
+        """Register the good adapter."""
+        loras = self.oracle.loras(modules("q_proj", "v_proj"), seed=99)
+        self.good = self.oracle.merge(loras, 2.0)
+        await self.register(Files(config(), keyed(loras)), name=GOOD)
+
+    def place(self, files: Files) -> Path:
+        """Write an adapter where the gateway may read it."""
+        self._count += 1
+        return files.write(self.root / "sources" / str(self._count))
+
+    def put(self, prefix: str, files: Files, *, more: Mapping[str, bytes] | None = None) -> str:
+        """Lay an adapter into the system's own S3 server, and other objects under their whole names; gives its URI."""
+        directory = self.place(files)
+        objects = {f"{prefix}/{path.name}": path.read_bytes() for path in directory.iterdir()} | dict(more or {})
+        client, bucket = self.store()
+        for name, data in objects.items():
+            client.put_object(bucket, name, io.BytesIO(data), len(data))
+        return f"s3://{bucket}/{quote(prefix)}"
+
+    def store(self) -> tuple[Minio, str]:
+        """A client of the system's own S3 server, and the bucket."""
+        shared = self.factory.stack._started().shared
+        url = urlsplit(shared["INFINILORA_STORE_URL"])
+        endpoint = urlsplit(parse_qs(url.query)["endpoint"][0])
+        keys = (shared["INFINILORA_S3_ACCESS_KEY"], shared["INFINILORA_S3_SECRET_KEY"])
+        return Minio(endpoint.netloc, *keys, secure=False, region="us-east-1"), url.netloc
+
+    async def exact_from(self, uri: str, changes: Iterable[Change], *, name: str) -> dict[str, Any]:
+        """`exact`, for an adapter that the gateway reads from the store."""
+        changes = list(changes)
+        assert self.oracle.effect(changes) >= EFFECT_FLOOR, "this case could not see an adapter that is left out"
+        answer = await self.api.http.post("/v1/adapters", json={"name": name, "source": uri})
+        assert answer.is_success, answer.text
+        await self.serves(name, changes)
+        entry: dict[str, Any] = answer.json()
+        return entry
+
+    async def register(self, source: Files | Path, *, name: str = "", **extra: Any) -> dict[str, Any]:
+        directory = self.place(source) if isinstance(source, Files) else source
+        return await self.api.register(name or f"a{directory.name}", directory, **extra)
+
+    async def exact(self, source: Files | Path, changes: Iterable[Change], *, name: str = "") -> dict[str, Any]:
+        """The adapter is registered and serves the oracle's numbers, which are far from the base's."""
+        changes = list(changes)
+        assert self.oracle.effect(changes) >= EFFECT_FLOOR, "this case could not see an adapter that is left out"
+        entry = await self.register(source, name=name)
+        await self.serves(entry["name"], changes)
+        return entry
+
+    async def serves(self, model: str, changes: Iterable[Change] = ()) -> Scored:
+        """What this model answers equals the oracle with these changes."""
+        changes = list(changes)
+        scored = await self.api.score(model, PROMPT, max_tokens=NUM_TOKENS)
+        wanted = self.oracle.logprobs(PROMPT, changes)
+        worst = max(abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted, strict=True))
+        assert worst <= LOGPROB_BOUND, f"{model}: logprobs differ by {worst}"
+        assert len(scored.token_ids) == NUM_TOKENS
+        shortfall = self.oracle.shortfall(PROMPT, scored.token_ids, changes)
+        assert shortfall <= TEACHER_FORCED_BOUND, f"{model}: a served token falls {shortfall} short"
+        return scored
+
+    async def refused(self, source: Files | Path, *says: str, status: Sequence[int] = range(400, 500)) -> str:
+        """The adapter is refused in words that hold all of `says`, and nothing of it is listed or served."""
+        directory = self.place(source) if isinstance(source, Files) else source
+        body = {"name": f"a{directory.name}", "source": f"file://{directory}"}
+        return await self.refused_as(body, *says, status=status)
+
+    async def refused_as(self, body: dict[str, Any], *says: str, status: Sequence[int] = range(400, 500)) -> str:
+        answer = await self.api.http.post("/v1/adapters", json=body)
+        message = error_of(answer, status)["message"]
+        missing = [word for word in (body["name"], *says) if word not in message]
+        assert not missing, f"{missing} not said in: {message}"
+        assert str(self.root) not in message, f"a path of the server in: {message}"
+        assert body["name"] not in await self.listed()
+        asked = await self.api.http.post("/v1/completions", json={"model": body["name"], "prompt": PROMPT})
+        error_of(asked, [404])
+        return str(message)
+
+    async def listed(self) -> list[str]:
+        return [model["id"] for model in (await self.api.http.get("/v1/models")).json()["data"]]
+
+    async def undisturbed(self, before: dict[str, int | None]) -> None:
+        """The same processes live, and the base and the good adapter answer as they should."""
+        await asyncio.gather(self.serves("tiny"), self.serves(GOOD, self.good))
+        assert self.factory.stack.pids() == before
+
+
+def error_of(answer: httpx.Response, status: Sequence[int]) -> dict[str, Any]:
+    """The one shape of an error."""
+    assert answer.status_code in status, f"HTTP {answer.status_code}: {answer.text[:500]}"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) >= {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
