@@ -1,6 +1,7 @@
 """Names through the API: versions, aliases, rollback, tombstones, pages, verification, and the switch for all of it."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,30 @@ async def test_without_keys_any_tenant_may_be_named_and_with_keys_only_ones_own(
         own = await house.http.post("/v1/adapters", json=body | {"tenant": "red"}, headers=red)
         assert (own.status_code, own.json()["tenant"]) == (200, "red")
         assert (await house.http.get("/v1/adapters?tenant=blue", headers=red)).status_code == 403
+
+
+def declares(source: Path, base: object) -> Path:
+    config = source / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base}))
+    return source
+
+
+async def test_a_declared_base_that_is_another_one_here_is_warned_of_or_refused(tmp_path: Path) -> None:
+    aliases = "Llama-Other=llama-other-served-elsewhere,org/ours=tiny"
+    async with open_house(tmp_path / "warn", model_aliases=aliases) as house:
+        for number, declared in enumerate((None, "/home/joe/model", "org/ours", "hub/tiny", "org/llama-other")):
+            source = declares(house.adapter_dir(f"a{number}", seed=number), declared)
+            body = {"name": f"a{number}", "source": f"file://{source}"}
+            made = (await house.http.post("/v1/adapters", json=body)).json()
+            assert made["declared_base"] == declared
+            codes = [warning["code"] for warning in made["warnings"]]
+            assert codes == (["declared_base"] if declared == "org/llama-other" else []), declared
+        shown = (await house.http.get("/v1/adapters/a4")).json()
+        assert "org/llama-other" in shown["warnings"][0]["text"]
+    async with open_house(tmp_path / "refuse", model_aliases=aliases, declared_base="refuse") as house:
+        source = declares(house.adapter_dir("a"), "org/llama-other")
+        answer = await house.http.post("/v1/adapters", json={"name": "a", "source": f"file://{source}"})
+        assert (answer.status_code, error_of(answer)["code"]) == (422, "adapter_invalid")
+        for part in ("'a'", "adapter_config.json", "org/llama-other", "'tiny'", "INFINILORA_DECLARED_BASE"):
+            assert part in error_of(answer)["message"]
+        assert not [path for path in (tmp_path / "refuse" / "store").glob("adapters/*") if path.is_file()]
