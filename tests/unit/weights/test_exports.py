@@ -1,4 +1,4 @@
-"""Adapters as MLX writes them: both matrices transposed, a scale that is no alpha."""
+"""Adapters as trainers outside PEFT write them: MLX's own layout, and PEFT's with configs of their own."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.exports import MLX_TENSORS_FILE
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
+from infinilora.weights.synth import write_peft_adapter
 from infinilora.weights.tensorfile import Array
 from support.cards import make_card, tiny_cards
 from support.deltas import ingested_deltas, largest_difference, write_source
@@ -112,3 +113,56 @@ def test_the_weight_file_of_the_other_kind_is_not_taken(tmp_path: Path) -> None:
     adapter = write_source(tmp_path / "a", CONFIG, tensors(), TENSORS_FILE)
     with pytest.raises(SourceNotFound, match=MLX_TENSORS_FILE):
         read_adapter(adapter)
+
+
+# The shapes of configs that trainers write beside PEFT's own files.
+TRAINERS: dict[str, dict[str, Any]] = {
+    "unsloth": {
+        "auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True},
+        "target_modules": r"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:q_proj|down_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:q_proj|down_proj))",
+        "bias": "none",
+        "lora_dropout": 0,
+        "use_rslora": False,
+        "loftq_config": {},
+    },
+    "llama_factory": {
+        "target_modules": ["down_proj", "q_proj"],
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layer_replication": None,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "inference_mode": True,
+    },
+    "axolotl": {
+        "base_model_name_or_path": "/workspace/out/merged",
+        "target_modules": ["q_proj", "down_proj"],
+        "fan_in_fan_out": None,
+        "lora_dropout": 0.05,
+        "exclude_modules": None,
+        "trainable_token_indices": None,
+        "corda_config": None,
+    },
+    "torchtune": {"target_modules": ["q_proj", "down_proj"], "task_type": None},
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainers_peft_files_mean_what_pefts_own_mean(tmp_path: Path, trainer: str) -> None:
+    targets = ["q_proj", "down_proj"]
+    plain = write_peft_adapter(tmp_path / "plain", CARD, rank=4, targets=targets, seed=8)
+    config = TRAINERS[trainer]
+    other = write_peft_adapter(tmp_path / trainer, CARD, rank=4, targets=targets, seed=8, config=config)
+    wanted = ingested_deltas(plain, CARD, tmp_path / "out")
+    found = ingested_deltas(other, CARD, tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    assert largest_difference(found, wanted) == 0
+
+
+@pytest.mark.parametrize("name", ["adapter_0.pt", "adapter_model.bin", "lora_weights.ckpt"])
+def test_a_trainers_own_checkpoint_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
+    (source / TENSORS_FILE).rename(source / name)
+    with pytest.raises(AdapterInvalid, match=rf"{name}: file format: found a pickle file"):
+        read_adapter(source)
