@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.plan import AdapterPlan
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import tiny_cards
-from support.deltas import rename_tensors
+from support.deltas import rename_tensors, write_source
 
 LLAMA, MIXTRAL = tiny_cards()["llama"], tiny_cards()["mixtral"]
 
@@ -52,6 +56,29 @@ def test_earlier_names_in_the_configuration_are_understood(tmp_path: Path) -> No
     write_peft_adapter(tmp_path, MIXTRAL, rank=4, targets=["q_proj"], config={"target_modules": ["q_proj", "w2"]})
     found = plan_adapter(read_adapter(tmp_path), MIXTRAL)
     assert absent(found) == [(f"model.layers.{layer}.mlp.experts.{{expert}}.down_proj", 4) for layer in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("module", "exclude"),
+    [
+        ("model.layers.0.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.gate"),
+        ("model.layers.0.block_sparse_moe.gate", r".*\.1\.block_sparse_moe\..*"),
+        ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate"),
+        ("language_model.layers.0.mlp.gate", "language_model.layers.1.mlp.gate"),
+    ],
+)
+def test_exclusions_are_held_against_the_names_of_the_file(tmp_path: Path, module: str, exclude: str) -> None:
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": np.ones((4, 32), np.float32),
+        f"base_model.model.{module}.lora_B.weight": np.ones((4, 4), np.float32),
+    }
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["gate"]}
+    excluded = exclude if "*" in exclude else [exclude]
+    source = write_source(tmp_path / "a", config | {"exclude_modules": excluded}, tensors)
+    assert plan_adapter(read_adapter(source), MIXTRAL).notes == ()
+    whole = write_source(tmp_path / "b", config, tensors)
+    with pytest.raises(AdapterInvalid, match="layers 1: found no tensors at all"):
+        plan_adapter(read_adapter(whole), MIXTRAL)
 
 
 def test_nothing_is_missed_where_the_weights_decide(tmp_path: Path) -> None:

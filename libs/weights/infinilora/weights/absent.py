@@ -4,51 +4,58 @@ Only what every generation of PEFT would have trained counts, and nothing at all
 """
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartGeometry, Site, SiteGeometry
 from infinilora.protocol.ingest import PlanRow
 from infinilora.weights.fused import PARAMETER
-from infinilora.weights.names import spellings
+from infinilora.weights.names import FileNames
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, LoraRules
 
 _EXPERT = "{expert}"
 
 
-def absent_rows(
-    rules: LoraRules, card: BaseCard, found: Mapping[tuple[int, Site, int], Set[int]]
-) -> tuple[PlanRow, ...]:
-    """A row for each projection that is targeted and not found; experts of a layer in one."""
-    return tuple(
-        row
-        for site in card.sites
-        for number, part in enumerate(site.parts)
-        for row in _rows(rules, site, part, found.get((site.layer, site.site, number), frozenset()))
-    )
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a configuration says should be in a file that spells its modules as `names`."""
 
+    rules: LoraRules
+    names: FileNames
 
-def _rows(rules: LoraRules, site: SiteGeometry, part: PartGeometry, found: Set[int]) -> Iterator[PlanRow]:
-    blocks = [block for block in range(site.num_experts or 1) if block not in found]
-    missing = [block for block in blocks if _is_targeted(rules, site, part.module, block)]
-    if missing:
-        of_experts = f" for experts {listed(missing)} of {site.num_experts}" if site.num_experts else ""
-        yield PlanRow(
-            site=site.site.label,
-            module=part.module,
-            layer=site.layer,
-            experts=len(missing) if site.num_experts else 0,
-            verdict="absent",
-            reason=f"targeted by {CONFIG_FILE}, without tensors{of_experts}",
+    def absent(self, card: BaseCard, found: Mapping[tuple[int, Site, int], Set[int]]) -> tuple[PlanRow, ...]:
+        """A row for each projection that is targeted and not found; experts of a layer in one."""
+        return tuple(
+            row
+            for site in card.sites
+            for number, part in enumerate(site.parts)
+            for row in self._rows(site, part, found.get((site.layer, site.site, number), frozenset()))
         )
 
+    def _rows(self, site: SiteGeometry, part: PartGeometry, found: Set[int]) -> Iterator[PlanRow]:
+        blocks = [block for block in range(site.num_experts or 1) if block not in found]
+        spellings = self.names.spellings(part.module)
+        missing = [block for block in blocks if self._is_targeted(site, spellings, block)]
+        if missing:
+            of_experts = f" for experts {listed(missing)} of {site.num_experts}" if site.num_experts else ""
+            yield PlanRow(
+                site=site.site.label,
+                module=part.module,
+                layer=site.layer,
+                experts=len(missing) if site.num_experts else 0,
+                verdict="absent",
+                reason=f"targeted by {CONFIG_FILE}, without tensors{of_experts}",
+            )
 
-def _is_targeted(rules: LoraRules, site: SiteGeometry, module: str, block: int) -> bool:
-    if not site.num_experts:
-        return any(rules.surely_targets(name) for name in spellings(module))
-    container = module.partition(f".{_EXPERT}")[0]
-    if rules.names_parameter(f"{container}.{PARAMETER[site.site]}"):
-        return True
-    return any(rules.surely_targets(name.replace(_EXPERT, str(block))) for name in spellings(module))
+    def _is_targeted(self, site: SiteGeometry, spellings: tuple[str, ...], block: int) -> bool:
+        names = [name.replace(_EXPERT, str(block)) for name in spellings]
+        if any(self.rules.excludes(name) for name in names):
+            return False
+        if any(self.rules.surely_targets(name) for name in names):
+            return True
+        parameter = PARAMETER.get(site.site)
+        containers = (name.partition(f".{_EXPERT}")[0] for name in spellings)
+        return parameter is not None and any(self.rules.names_parameter(f"{c}.{parameter}") for c in containers)
 
 
 def refuse_empty_layers(file: str, absent: tuple[PlanRow, ...], card: BaseCard, present: Set[int]) -> None:

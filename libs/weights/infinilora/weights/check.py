@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
-from infinilora.weights.absent import absent_rows, refuse_empty_layers, warning_of
+from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
@@ -34,7 +34,7 @@ def plan_adapter(
     _refuse_whole_modules(adapter, card)
     places = Places(adapter, ModuleIndex(card))
     found = places.all()
-    absent = absent_rows(adapter.rules, card, {key: set(blocks) for key, blocks in found.items()})
+    absent = Expected(adapter.rules, places.names).absent(card, {key: set(blocks) for key, blocks in found.items()})
     refuse_empty_layers(adapter.tensors.name, absent, card, {layer for layer, _, _ in found})
     _check_finite(adapter)
     sites = _sites(card, found, places.biases)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
+from infinilora.weights.names import ROOT
 from infinilora.weights.plan import ALL, Cut
 from infinilora.weights.refuse import invalid
 
@@ -37,7 +38,6 @@ _MLX_ROLES: dict[str, Role] = {"lora_a": "lora_A", "lora_b": "lora_B"}
 # Names that compilers and sharders put in between, and what may come before a module's name, once or twice.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PREFIX = re.compile(r"\A(?:module\.|base_model\.model\.(?=.))*")
-_ROOT = re.compile(r"\A(?P<root>(?:[^.]+\.)*?)(?:layers\.\d+|embed_tokens)(?:\.|\Z)")
 
 # What a key that is no LoRA half tells: (part of the key, why it is refused).
 _TELLING = (
@@ -135,7 +135,7 @@ def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, _Spelling]:  #
     name = ".".join(part for part in found["module"].split(".") if part not in _WRAPPERS)
     module = _PREFIX.sub("", name)
     prefix = name.removesuffix(module)
-    root = _ROOT.match(module)
+    root = ROOT.match(module)
     adapter = None if is_mlx else found["adapter"] or ""
     role: Role = _MLX_ROLES[found["role"]] if is_mlx else cast("Role", found["role"])
     return module, role, _Spelling(prefix, root["root"] if root else None, adapter)

@@ -4,7 +4,7 @@ Knows the names that models had in earlier transformers and inside larger models
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,8 +27,11 @@ ALIASES = (
     (re.compile(r"(\.experts\.(?:\d+|\{expert\}))\.w2\Z"), r"\1.down_proj"),
     (re.compile(r"(\.experts\.(?:\d+|\{expert\}))\.w3\Z"), r"\1.up_proj"),
 )
+ROOT = re.compile(r"\A(?P<root>(?:[^.]+\.)*?)(?:layers\.\d+|embed_tokens)(?:\.|\Z)")
+"""What comes before the layers or the embedding in a module's name."""
+_TODAY = "model."
 _EARLIER = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_EARLIER_EXPERT = re.compile(r"\.mlp(\.experts\.(?:\d+|\{expert\}))\.(gate_proj|up_proj|down_proj)\Z")
+_MOE_BLOCK = re.compile(r"\.mlp(?P<rest>\.experts\.(?:\d+|\{expert\})\.(?P<leaf>gate_proj|up_proj|down_proj)|\.gate)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,38 @@ def canonical(module: str) -> str:
     return module
 
 
-def spellings(module: str) -> Iterator[str]:
-    """The names by which configurations may target one module of a card."""
-    yield module
-    today = canonical(module)
-    if today != module:
-        yield today
-    earlier = _EARLIER_EXPERT.sub(lambda found: f".block_sparse_moe{found[1]}.{_EARLIER[found[2]]}", today)
-    if earlier not in {module, today}:
-        yield earlier
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """How a file spells what cards call otherwise. Told by its modules."""
+
+    root: str
+    is_earlier: bool | None
+    """Mixtral's blocks by their names until transformers 4.57; None: the file has none of them."""
+
+    @classmethod
+    def of(cls, modules: Iterable[str]) -> "FileNames":
+        root, is_earlier = _TODAY, None
+        for module in modules:
+            if found := ROOT.match(module):
+                root = found["root"]
+            if ".block_sparse_moe." in module:
+                is_earlier = True
+            elif is_earlier is None and _MOE_BLOCK.search(module):
+                is_earlier = False
+        return cls(root, is_earlier)
+
+    def spellings(self, module: str) -> tuple[str, ...]:
+        """The names by which this file's configuration may mean a module of a card."""
+        today = canonical(module)
+        if ROOT.match(today):
+            today = self.root + today.removeprefix(_TODAY)
+        block = _MOE_BLOCK.search(today)
+        if not block or self.is_earlier is False:
+            return (today,)
+        earlier = f"{today[: block.start()]}.block_sparse_moe{block['rest']}"
+        if leaf := block["leaf"]:
+            earlier = earlier.removesuffix(leaf) + _EARLIER[leaf]
+        return (earlier,) if self.is_earlier else (today, earlier)
 
 
 class ModuleIndex:

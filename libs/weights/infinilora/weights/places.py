@@ -10,7 +10,7 @@ from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.weights.fused import container_of, establish
 from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
-from infinilora.weights.names import ModuleIndex, Place
+from infinilora.weights.names import FileNames, ModuleIndex, Place
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.plan import ALL, Bias, Pair
 from infinilora.weights.refuse import invalid, listed
@@ -35,6 +35,7 @@ class Places:
         self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
         self._found: Found = defaultdict(dict)
         self._untargeted: list[str] = []
+        self.names = FileNames.of(self._pairs)
         self.biases: dict[PartKey, Bias] = {}
         """Of dense parts, scaled as their pairs are."""
 

@@ -120,7 +120,7 @@ class LoraRules:
         return self.config.target_modules is None and not self.config.target_parameters
 
     def _targets_module(self, module: str, *, readings: Readings) -> bool:
-        if self._excludes(module):
+        if self.excludes(module):
             return False
         match self.config.target_modules:
             case None:
@@ -133,7 +133,7 @@ class LoraRules:
             case names:
                 return module in names or (_named(names, module) and self._transforms_layer_of(module, readings))
 
-    def _excludes(self, module: str) -> bool:
+    def excludes(self, module: str) -> bool:
         match self.config.exclude_modules:
             case str() as pattern:
                 return bool(pattern) and self.matcher.fullmatch(pattern, module)
