@@ -53,7 +53,10 @@ def place(
             free[best] -= adapter.num_bytes
 
     ranked = sorted(adapters, key=lambda a: (not a.is_pinned, -a.rps, a.digest))
+    smallest = min((adapter.num_bytes for adapter in ranked), default=0)
     for adapter in ranked:
+        if max(free.values(), default=-1) < smallest:
+            break  # no room for any of the rest: of a hundred thousand, few find some
         add_copy(adapter)
     for adapter in ranked:
         for _ in range(1, HOT_COPIES if adapter.is_hot else 1):

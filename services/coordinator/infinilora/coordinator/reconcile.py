@@ -159,7 +159,7 @@ class Reconciler:
         current: Plan = dict(before.value.groups) if before else {}
         hot = hot_spots(self.heat, self._policy.hot_rps, copied(current))
         adapters = [
-            replace(adapter, rps=self.heat.get(digest, 0.0), is_hot=digest in hot)
+            replace(adapter, rps=self.heat[digest], is_hot=digest in hot) if digest in self.heat else adapter
             for digest, adapter in self.registry.adapters(base).items()
         ]
         groups = [Group(group, load.bytes_total) for group, load in loads.items()]

@@ -83,7 +83,7 @@ class Registry:
                     before = adapters.get(kept.current)
                     is_pinned = kept.is_pinned or (before is not None and before.is_pinned)
                     adapters[kept.current] = Adapter(kept.current, kept.num_bytes, is_pinned=is_pinned)
-            self._adapters[base] = adapters
+            self._adapters[base] = dict(sorted(adapters.items()))  # as placement wants those without heat
         return self._adapters[base]
 
 
