@@ -1,5 +1,6 @@
 """The base card: its sites are those of the checkpoint, its fingerprint that of the weights."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from support.engines import load_tiny
 from support.tiny_models import TinyModel, make_tiny_model
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_sites_name_the_modules_of_the_checkpoint(name: str, tiny: Callable[[str], TinyModel]) -> None:
     card = load_tiny(tiny(name).directory).card
     modules = dict[str, tuple[int, int]]()
@@ -31,12 +32,26 @@ def test_sites_name_the_modules_of_the_checkpoint(name: str, tiny: Callable[[str
                 modules[part.module.replace("{expert}", str(expert))] = (part.out_dim, site.in_dim)
         assert site.out_dim == sum(p.out_dim for p in site.parts)
     on_disk = {key.removesuffix(".weight"): shape for key, shape in _linear_shapes(tiny(name).directory).items()}
-    if spec_is_tied := "lm_head" not in on_disk:
-        on_disk["lm_head"] = on_disk["model.embed_tokens"]
+    on_disk.setdefault("lm_head", on_disk["model.embed_tokens"])  # tied: one table for both
     on_disk["model.embed_tokens"] = on_disk["model.embed_tokens"][::-1]
-    assert spec_is_tied == (name == "llama-tied")
     assert modules == on_disk
     assert {s.site for s in card.sites} >= {Site.QKV, Site.O}
+
+
+@pytest.mark.parametrize(("name", "kept"), [("llama", torch.bfloat16), ("llama-tied", torch.float32)])
+def test_tables_are_those_of_embedding_and_head_by_their_bytes(name: str, kept: torch.dtype, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    directory = make_tiny_model(name, tmp_path, dtype=kept).directory
+    tables = load_tiny(directory).card.tables
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    wanted = {"model.embed_tokens": embedding, "lm_head": tensors.get("lm_head.weight", embedding)}
+    assert tables.keys() == wanted.keys()
+    for module, tensor in wanted.items():
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        assert tables[module].sha256 == hashlib.sha256(data).hexdigest()
+        assert (tables[module].dtype, tables[module].shape) == ("BF16" if kept is torch.bfloat16 else "F32", (128, 32))
 
 
 def _linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -90,6 +90,14 @@ class SiteGeometry(msgspec.Struct, frozen=True):
     parts: tuple[PartGeometry, ...]
 
 
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight of the base by its values: what a copy of it is compared with. sha256 of the bytes in `dtype`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
 class BaseCard(msgspec.Struct, frozen=True, kw_only=True):
     """What gateway and ingest know of a base model. Published by an engine at `keys.base_card`."""
 
@@ -105,6 +113,8 @@ class BaseCard(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     tokenizer_files: tuple[str, ...] = ()
     sites: tuple[SiteGeometry, ...]
+    tables: dict[str, Table] = {}
+    """The weights of embedding and head by module: trainers save copies of them beside an adapter."""
 
     def geometry(self) -> dict[tuple[int, Site], SiteGeometry]:
         return {(s.layer, s.site): s for s in self.sites}

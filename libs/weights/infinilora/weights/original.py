@@ -101,6 +101,8 @@ class Original:
     def _find_pairs(self) -> dict[str, dict[str, str]]:
         pairs = defaultdict[str, dict[str, str]](dict)
         for key in self._header:
+            if key.endswith(".base_layer.weight"):  # a copy of a weight of the base: it adds nothing
+                continue
             if self._is_mlx:
                 found = _MLX_KEY.match(key)
             else:

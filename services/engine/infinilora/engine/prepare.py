@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from infinilora.engine.model.checkpoint import Checkpoint, RandomTensors, TensorSource
-from infinilora.engine.model.names import site_geometry, tensor_shapes
+from infinilora.engine.model.names import EMBED, LM_HEAD, site_geometry, tensor_shapes
 from infinilora.engine.model.spec import ModelSpec, read_spec
-from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.adapter import BaseCard, Table
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.ids import Fingerprint
 
@@ -32,6 +32,8 @@ TOKENIZER_FILES = (
 )
 
 _SAMPLE_BYTES = 4096
+_HASHED_ROWS = 1024
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _NOT_IDENTITY = ("eos_token_ids", "bos_token_id", "max_position", "file_dtype")
 """Facts of a spec that leave the weights' meaning as it is."""
 
@@ -51,7 +53,21 @@ def base_card(spec: ModelSpec, source: TensorSource, *, directory: Path, name: s
         bos_token_id=spec.bos_token_id,
         tokenizer_files=files,
         sites=site_geometry(spec),
+        tables=_tables(spec, source),
     )
+
+
+def _tables(spec: ModelSpec, source: TensorSource) -> dict[str, Table]:
+    embedding = _table(source.get(EMBED))
+    head = embedding if spec.tied_embeddings else _table(source.get(LM_HEAD))
+    return {EMBED.removesuffix(".weight"): embedding, LM_HEAD.removesuffix(".weight"): head}
+
+
+def _table(tensor: Tensor) -> Table:
+    state = hashlib.sha256()
+    for start in range(0, len(tensor), _HASHED_ROWS):
+        state.update(tensor[start : start + _HASHED_ROWS].contiguous().view(torch.uint8).numpy().data)
+    return Table(dtype=_DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), sha256=state.hexdigest())
 
 
 def fingerprint(spec: ModelSpec, source: TensorSource) -> Fingerprint:
