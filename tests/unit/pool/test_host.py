@@ -1,15 +1,15 @@
 """The tier in host memory: its cap, its order of use, and that nobody's bytes are taken from under them."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from infinilora.pool.cache import DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
 from infinilora.pool.tiers import NotNear, Tiers
 from infinilora.protocol import keys
-from infinilora.protocol.errors import AdapterFailed
+from infinilora.protocol.errors import AdapterFailed, InvalidRequest
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.weights.packed import PackedHeader, read_header
@@ -35,6 +35,14 @@ def header_of(adapter: Packed) -> PackedHeader:
         return read_header(file)
 
 
+def cost_of(adapter: Packed) -> int:
+    """Its layers, each rounded up to pages."""
+    layer_bytes: Counter[int] = Counter()
+    for entry in header_of(adapter).manifest.sites:
+        layer_bytes[entry.layer] += entry.num_bytes
+    return sum(-(-num_bytes // PAGE) * PAGE for num_bytes in layer_bytes.values())
+
+
 def put(tier: HostTier, adapter: Packed) -> HostAdapter | None:
     held = tier.begin(adapter.digest, header_of(adapter))
     if held:
@@ -51,7 +59,7 @@ def is_here(tier: HostTier, digest: Digest) -> bool:
 
 
 def test_the_least_recently_used_goes_and_the_cap_holds(adapters: list[Packed]) -> None:
-    size = header_of(adapters[0]).manifest.data_bytes
+    size = cost_of(adapters[0])
     tier = HostTier(2 * size, is_pinned=False)
     put(tier, adapters[0])
     put(tier, adapters[1])
@@ -63,7 +71,7 @@ def test_the_least_recently_used_goes_and_the_cap_holds(adapters: list[Packed]) 
 
 
 def test_what_is_open_stays_and_nothing_goes_in_vain(adapters: list[Packed]) -> None:
-    size = header_of(adapters[0]).manifest.data_bytes
+    size = cost_of(adapters[0])
     tier = HostTier(2 * size, is_pinned=False)
     put(tier, adapters[0])
     held = tier.open(adapters[0].digest)
@@ -86,7 +94,7 @@ def test_what_is_forgotten_while_it_is_read_goes_with_its_last_reader(adapters: 
     assert tier.forget(adapters[0].digest)
     assert not is_here(tier, adapters[0].digest)
     assert tier.used_bytes > 0
-    held.span(held.header.data_start, 4)[:] = b"okay"
+    held.layer(0).fill_(7)
     tier.close(held)
     assert tier.used_bytes == 0
     assert not tier.forget(adapters[0].digest)
@@ -102,7 +110,7 @@ def test_two_loads_of_one_adapter_leave_one_copy(adapters: list[Packed]) -> None
         assert held is not None
         tier.close(held)
     tier.check()
-    assert tier.used_bytes == header_of(adapters[0]).manifest.data_bytes
+    assert tier.used_bytes == cost_of(adapters[0])
 
 
 def test_an_adapter_lies_from_a_pages_start_and_is_what_was_packed(
@@ -120,17 +128,20 @@ def test_an_adapter_lies_from_a_pages_start_and_is_what_was_packed(
     blobs.failures_left = 1000
     again = tiers.open_near(adapter.digest)
     assert again.tier == "host"
-    first = again.hold_layer(0)
-    assert first is not None
-    assert torch.frombuffer(first, dtype=torch.uint8).data_ptr() % PAGE == 0
     file = adapter.path.read_bytes()
     for layer in range(CARD.num_layers):
         start, num_bytes = again.layer_span(layer)
         held = again.hold_layer(layer)
         assert held is not None
-        assert bytes(held) == file[start : start + num_bytes]
+        assert held.data_ptr() % PAGE == 0
+        assert held.numpy().tobytes() == file[start : start + num_bytes]
     again.close()
     host.check()
+
+
+def test_less_than_a_page_is_no_tier() -> None:
+    with pytest.raises(InvalidRequest, match="host_bytes is 100; wanted 0, or at least one page"):
+        HostTier(100, is_pinned=False)
 
 
 def test_a_load_that_is_given_up_leaves_no_bytes(tmp_path: Path, adapters: list[Packed], blobs: WatchedBlobs) -> None:
@@ -144,15 +155,27 @@ def test_a_load_that_is_given_up_leaves_no_bytes(tmp_path: Path, adapters: list[
     assert not is_here(host, adapters[0].digest)
 
 
-def test_a_corrupt_object_never_gets_into_the_tier(tmp_path: Path, adapters: list[Packed], blobs: WatchedBlobs) -> None:
+@pytest.mark.parametrize("shared_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("site", [0, 3])
+def test_a_corrupt_block_is_found_by_whoever_verifies_it_and_never_gets_into_the_tier(
+    tmp_path: Path,
+    adapters: list[Packed],
+    blobs: WatchedBlobs,
+    monkeypatch: pytest.MonkeyPatch,
+    shared_bytes: int,
+    site: int,
+) -> None:
+    monkeypatch.setattr("infinilora.pool.tiers.SHARED_BYTES", shared_bytes)
+    header = header_of(adapters[0])
+    entry = [entry for entry in header.manifest.sites if entry.layer == 1][site]
     file = tmp_path / "store" / keys.packed(adapters[0].digest)
     data = bytearray(file.read_bytes())
-    data[-100] ^= 1
+    data[header.data_start + entry.offset + 5] ^= 1
     file.write_bytes(data)
     host = HostTier(1 << 20, is_pinned=False)
     source = Tiers(blobs, DiskCache(tmp_path / "cache", 0), host).open_far(adapters[0].digest)
     source.hold_layer(0)
-    with pytest.raises(AdapterFailed, match="found sha256"):
+    with pytest.raises(AdapterFailed, match=f"layer 1 site {entry.site.label} block 0: found sha256"):
         source.hold_layer(1)
     source.close()
     assert not is_here(host, adapters[0].digest)

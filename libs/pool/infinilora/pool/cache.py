@@ -161,6 +161,7 @@ class DiskCache:
         if num_bytes > self._max_bytes:
             return None
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
             with self._locked():
                 if self.path(digest).exists() or not self._make_room(num_bytes) or self._on_the_way(digest):
                     return None

@@ -1,58 +1,59 @@
 """The host tier: whole adapters in this machine's memory, between the device's and the disk. At most so many bytes.
 
-Bytes lie as in the packed file's data section, from a page's start, so that a layer is one range and one copy to the
-device; where there is a CUDA device its driver is told of them (pinned), so that the copy needs no other buffer.
-They were verified as they came in and are this process's own: they are not verified again. The least recently used go
-first, never one that is open. Thread-safe.
+One stretch of memory, taken at the start and handed out in pages: a layer is one run, from a page's start, and one copy
+to the device. Where there is a CUDA device its driver is told of the stretch (pinned), so that copies need no other
+buffer. Bytes were verified as they came in and are this process's own: they are not verified again. The least recently
+used adapter goes first, never one that is open. Thread-safe.
 """
 
 import logging
 import mmap
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from infinilora.pool.pages import PAGE_BYTES, PageArena, Run
+from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.ids import Digest
-from infinilora.weights.packed import PackedHeader
+from infinilora.weights.packed import PackedHeader, packed_ranges
 
 logger = logging.getLogger(__name__)
 
 
 class HostAdapter:
-    """One adapter's bytes: those of `header`'s data section. Whoever opened it may read until `HostTier.close`."""
+    """One adapter's layers. Whoever opened it may read them until `HostTier.close`."""
 
-    def __init__(self, digest: Digest, header: PackedHeader, data: Tensor) -> None:
+    def __init__(self, digest: Digest, header: PackedHeader, runs: Sequence[Run]) -> None:
         self.digest = digest
         self.header = header
-        self._data = data
-        self._view = data.numpy().data
+        self.runs = runs
         self.num_users = 1
 
-    @property
-    def num_bytes(self) -> int:
-        return self._data.numel()
-
-    def span(self, start: int, num_bytes: int) -> memoryview:
-        """Bytes [start, start + num_bytes) of the packed file."""
-        at = start - self.header.data_start
-        return self._view[at : at + num_bytes]
-
-    @property
-    def address(self) -> int:
-        return self._data.data_ptr()
+    def layer(self, layer: int) -> Tensor:
+        """uint8 [bytes of the layer's sites], as they lie in the packed file."""
+        return self.runs[layer].data
 
 
 class HostTier:
-    """`_whole` is in order of use, the next to go first. `used_bytes` counts all that has not been given back."""
+    """`_whole` is in order of use, the next to go first. A page is free or of an adapter that is whole or open."""
 
     def __init__(self, max_bytes: int, *, is_pinned: bool) -> None:
-        self._max_bytes = max_bytes
-        self._is_pinned = is_pinned
+        if max_bytes < PAGE_BYTES:
+            raise InvalidRequest(f"host_bytes is {max_bytes}; wanted 0, or at least one page of {PAGE_BYTES}")
         self._lock = threading.Lock()
         self._whole: dict[Digest, HostAdapter] = {}
-        self.used_bytes = 0
+        memory = _memory(max_bytes)
+        self._arena = PageArena(max_bytes, memory=memory)
+        if is_pinned:
+            _pin(memory)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._arena.capacity_bytes - self._arena.free_bytes
 
     def open(self, digest: Digest) -> HostAdapter | None:
         """The adapter, now the most recently used; None if it is not here."""
@@ -65,15 +66,13 @@ class HostTier:
 
     def begin(self, digest: Digest, header: PackedHeader) -> HostAdapter | None:
         """Memory for an adapter, to be filled, and then `keep` and `close`; None where no room can be made."""
-        num_bytes = header.manifest.data_bytes
+        layers = range(header.manifest.num_layers + 1)
+        sizes = [sum(num_bytes for _, _, num_bytes in packed_ranges(header, layer)) for layer in layers]
         with self._lock:
-            if not num_bytes or digest in self._whole or not self._make_room(num_bytes):
+            if digest in self._whole:
                 return None
-            self.used_bytes += num_bytes
-        data = _pages(num_bytes)
-        if self._is_pinned:
-            _pin(data)
-        return HostAdapter(digest, header, data)
+            runs = self._make_room(sizes)
+        return None if runs is None else HostAdapter(digest, header, runs)
 
     def keep(self, adapter: HostAdapter) -> None:
         """All its bytes are there, and verified. If another load was first, this one goes when it is closed."""
@@ -85,53 +84,45 @@ class HostTier:
         with self._lock:
             adapter.num_users -= 1
             if not adapter.num_users and self._whole.get(adapter.digest) is not adapter:
-                self._give_back(adapter)
+                self._arena.free(adapter.runs)
 
     def forget(self, digest: Digest) -> bool:
         """Nobody will ask for it again. False if it was not here."""
         with self._lock:
             adapter = self._whole.pop(digest, None)
             if adapter and not adapter.num_users:
-                self._give_back(adapter)
+                self._arena.free(adapter.runs)
             return adapter is not None
 
     def check(self) -> None:
-        """Raise AssertionError unless the cap holds and nothing is open."""
+        """Raise AssertionError unless every page is accounted for and nothing is open."""
         with self._lock:
-            assert self.used_bytes <= self._max_bytes, self.used_bytes
-            assert self.used_bytes == sum(a.num_bytes for a in self._whole.values()), self.used_bytes
+            self._arena.check(run for adapter in self._whole.values() for run in adapter.runs)
             assert not any(a.num_users for a in self._whole.values())
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _make_room(self, sizes: Sequence[int]) -> tuple[Run, ...] | None:
         idle = [adapter for adapter in self._whole.values() if not adapter.num_users]
-        if self.used_bytes - sum(a.num_bytes for a in idle) + num_bytes > self._max_bytes:
-            return False
+        may_be_freed = sum(run.pages for adapter in idle for run in adapter.runs) * self._arena.page_bytes
+        if self._arena.cost(sizes) > self._arena.free_bytes + may_be_freed:
+            return None
         for adapter in idle:
-            if self.used_bytes + num_bytes <= self._max_bytes:
-                break
+            if runs := self._arena.allocate(sizes):
+                return runs
             del self._whole[adapter.digest]
-            self._give_back(adapter)
-        return True
-
-    def _give_back(self, adapter: HostAdapter) -> None:
-        self.used_bytes -= adapter.num_bytes
-        if self._is_pinned:
-            _unpin(adapter.address)
+            self._arena.free(adapter.runs)
+        return self._arena.allocate(sizes)
 
 
-def _pages(num_bytes: int) -> Tensor:
+def _memory(num_bytes: int) -> Tensor:
     """Memory of our own from a page's start: uint8 [num_bytes]."""
     pages = mmap.mmap(-1, num_bytes)
-    with suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer faults while it fills
+    with suppress(OSError):  # a kernel without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _pin(data: Tensor) -> None:
-    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
+def _pin(memory: Tensor) -> None:
+    """For the life of the process."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error):
-        logger.warning("host memory not pinned; copies are slower", extra={"bytes": data.numel(), "cuda": int(error)})
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        logger.warning("host memory not pinned; copies are slower", extra={"bytes": memory.numel(), "cuda": int(error)})

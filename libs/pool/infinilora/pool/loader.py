@@ -281,8 +281,9 @@ def _close(load: _Load) -> None:
 
 def _read_layer(source: PackedSource, layer: int, target: Tensor) -> None:
     """Read into the pool's memory: out of the host tier if there is one, else straight on a CPU or through a buffer."""
-    if held := source.hold_layer(layer):
-        target.copy_(torch.frombuffer(held, dtype=torch.uint8))
+    held = source.hold_layer(layer)
+    if held is not None:
+        target.copy_(held)
     elif target.device.type == "cpu":
         source.read_layer(layer, target.numpy().data)
     else:

@@ -34,14 +34,21 @@ class PageArena:
     """All pages are free or in exactly one run; free extents are sorted and never touch one another."""
 
     def __init__(
-        self, capacity_bytes: int, *, page_bytes: int = PAGE_BYTES, device: torch.device | str = "cpu"
+        self,
+        capacity_bytes: int,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        device: torch.device | str = "cpu",
+        memory: Tensor | None = None,
     ) -> None:
+        """Over `memory` (uint8, at least `capacity_bytes` of it), or over memory of its own on `device`."""
         self.page_bytes = page_bytes
         self.num_pages = capacity_bytes // page_bytes
         if self.num_pages < 1:
             raise InvalidRequest(f"pool_bytes is {capacity_bytes}; wanted at least one page of {page_bytes}")
         # Untouched pages of a large allocation cost no memory on a CPU: capacity is a limit, not a reservation.
-        self._bytes = torch.empty(self.num_pages * page_bytes, dtype=torch.uint8, device=device)
+        own = torch.empty(self.num_pages * page_bytes, dtype=torch.uint8, device=device) if memory is None else memory
+        self._bytes = own
         self._free = [_Extent(0, self.num_pages)]
 
     @property

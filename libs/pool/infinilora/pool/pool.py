@@ -255,6 +255,7 @@ class AdapterPool:
             self._wake.notify_all()
         self._timer.join()
         self._loader.close()
+        self._tiers.close()
 
     # From the loader's threads -------------------------------------------------------------------
 

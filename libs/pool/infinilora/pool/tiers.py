@@ -10,11 +10,16 @@ raises `NotNear`, and the caller asks again where it may wait. Blocking: called 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from torch import Tensor
 
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
 from infinilora.protocol import keys
+from infinilora.protocol.adapter import SiteEntry
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blob_store import BlobStore
@@ -27,6 +32,11 @@ MOST_READ_BYTES = 8 << 20
 """A ranged GET asks for at least so much while there is more, twice as much each time: the first layer comes soon, and
 an adapter of 10 MB in four requests."""
 LENGTH_BYTES = 8
+
+
+SHARED_BYTES = 1 << 20
+"""From so many bytes on, two threads verify a layer."""
+NUM_HELPERS = 2
 
 
 class NotNear(Exception):
@@ -54,6 +64,14 @@ class _StoreReader:
             self._ahead_bytes = min(2 * self._ahead_bytes, MOST_READ_BYTES)
             self._start, skip = offset, 0
         return memoryview(self._held)[skip : skip + num_bytes]
+
+
+class _Block(NamedTuple):
+    """One block (expert) of a site, as it was read."""
+
+    entry: SiteEntry
+    number: int
+    data: memoryview
 
 
 class PackedSource:
@@ -88,20 +106,19 @@ class PackedSource:
         start = ranges[0][1]
         return start, ranges[-1][1] + ranges[-1][2] - start
 
-    def hold_layer(self, layer: int) -> memoryview | None:
+    def hold_layer(self, layer: int) -> Tensor | None:
         """The layer as it lies in the host tier, verified; None where that has no place for it. Raises as `read_layer`.
 
-        Valid until `close`.
+        uint8 [bytes], valid until `close`.
         """
         if self._may_begin_host and self._tiers.host:
             self._host = self._tiers.host.begin(self._digest, self.header)
         self._may_begin_host = False
-        start, num_bytes = self.layer_span(layer)
-        if self._host is None or not num_bytes:
+        if self._host is None:
             return None
-        held = self._host.span(start, num_bytes)
+        held = self._host.layer(layer)
         if not self._is_from_host:
-            self.read_layer(layer, held)
+            self.read_layer(layer, held.numpy().data)
         return held
 
     def read_layer(self, layer: int, into: memoryview) -> None:
@@ -161,12 +178,13 @@ class PackedSource:
         raise NotNear
 
     def _verify(self, layer: int, data: memoryview) -> None:
-        at = 0
+        blocks, at = [], 0
         for entry, _, num_bytes in packed_ranges(self.header, layer):
             block_bytes = num_bytes // entry.num_blocks
             for block in range(entry.num_blocks):
-                verify(entry, block, data[at : at + block_bytes])
+                blocks.append(_Block(entry, block, data[at : at + block_bytes]))
                 at += block_bytes
+        self._tiers.verify(blocks)
 
 
 class Tiers:
@@ -176,6 +194,25 @@ class Tiers:
         self._blobs = blobs
         self.cache = cache
         self.host = host
+        self._helpers = ThreadPoolExecutor(NUM_HELPERS, "verifier")
+
+    def close(self) -> None:
+        """No source is open."""
+        self._helpers.shutdown()
+
+    def verify(self, blocks: Sequence[_Block]) -> None:
+        """Raise AdapterFailed unless every block is what was packed.
+
+        Hashing is what a load from this host waits for, so of many bytes a helper takes half.
+        """
+        if sum(len(block.data) for block in blocks) < SHARED_BYTES:
+            _verify_each(blocks)
+            return
+        others = self._helpers.submit(_verify_each, blocks[1::2])
+        try:
+            _verify_each(blocks[::2])
+        finally:
+            others.result()
 
     def open_near(self, digest: Digest) -> PackedSource:
         """From this host's memory or disk. Raises NotNear."""
@@ -221,3 +258,8 @@ def _read_exactly(file: CachedFile, offset: int, num_bytes: int) -> bytes:
     if not file.read_into(offset, memoryview(data)):
         raise AdapterFailed(f"the file ends before byte {offset + num_bytes}")
     return bytes(data)
+
+
+def _verify_each(blocks: Sequence[_Block]) -> None:
+    for block in blocks:
+        verify(block.entry, block.number, block.data)
