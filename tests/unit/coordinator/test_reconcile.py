@@ -15,7 +15,7 @@ from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord, VersionRecord
-from infinilora.protocol.control import Beat, Command, CommandReply, Evict, GroupLoad, Placement, Stage
+from infinilora.protocol.control import Beat, Command, CommandReply, Evict, GroupLoad, Pin, Placement, Stage
 from infinilora.protocol.errors import StaleEpoch
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 from infinilora.runtime.blobs import DirectoryBlobs
@@ -66,11 +66,13 @@ class World:
     async def warm(self, digest: Digest, requests: float) -> None:
         await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
 
-    async def beat(self, group: str, *, total: int = 100, resident: tuple[Digest, ...] = ()) -> None:
+    async def beat(
+        self, group: str, *, total: int = 100, resident: tuple[Digest, ...] = (), incarnation: str = "x"
+    ) -> None:
         self._seq += 1
         load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident)
         beat = Beat(
-            kind="lora-server", id=f"{group}-0", incarnation="x", seq=self._seq, state="ready",
+            kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state="ready",
             base=BASE, group=group, load=load,
         )  # fmt: skip
         await self.bus.publish(subjects.heartbeat("lora-server", beat.id), beat)
@@ -199,7 +201,26 @@ async def test_a_pinned_adapter_is_staged_without_heat() -> None:
         await world.leadership.step()
         await world.beat("g1")
         await world.reconciler.round()
-        assert [command.body for _, command in world.commands] == [Stage(digest=B)]
+        assert [command.body for _, command in world.commands] == [Stage(digest=B), Pin(digest=B, pinned=True)]
+
+
+async def test_a_pin_is_told_once_to_each_life_of_a_server_and_taken_back() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("two", B, pinned=True)
+        await world.leadership.step()
+        for incarnation in ("x", "x", "y"):
+            await world.beat("g1", resident=(B,), incarnation=incarnation)
+            await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Pin(digest=B, pinned=True)] * 2
+        found = await world.store.get(keys.adapter("default", "two"), AdapterRecord)
+        assert found is not None
+        unpinned = msgspec.structs.replace(found.value, pinned=False)
+        await world.store.compare_and_set(keys.adapter("default", "two"), found.raw, unpinned, also=[stamp("two")])
+        for _ in range(2):
+            await world.beat("g1", resident=(B,), incarnation="y")
+            await world.reconciler.round()
+        assert [command.body for _, command in world.commands[2:]] == [Pin(digest=B, pinned=False)]
 
 
 async def test_what_is_resident_is_not_asked_for_and_what_is_unknown_is_evicted() -> None:

@@ -5,7 +5,7 @@ from uuid import uuid4
 
 from infinilora.coordinator.leader import Leadership
 from infinilora.protocol import subjects
-from infinilora.protocol.control import Command, CommandReply, Evict, Forget, Stage
+from infinilora.protocol.control import Command, CommandReply, Evict, Forget, Pin, Stage
 from infinilora.protocol.errors import InfiniLoraError, StaleEpoch
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.membership import Member
@@ -25,7 +25,7 @@ class Orders:
         self._leadership = leadership
         self._metrics = metrics
 
-    async def give(self, member: Member, body: Stage | Evict | Forget, epoch: int) -> str:
+    async def give(self, member: Member, body: Stage | Evict | Forget | Pin, epoch: int) -> str:
         """`TAKEN`, or the code of the error that came instead."""
         command = Command(command_id=uuid4().hex, epoch=epoch, body=body)
         outcome = TAKEN

@@ -16,6 +16,7 @@ from infinilora.coordinator.heat import hot_spots
 from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.orders import Orders
+from infinilora.coordinator.pins import Pins
 from infinilora.coordinator.placement import Group, Plan, copied, place
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
@@ -74,6 +75,7 @@ class Reconciler:
         self._kicked = asyncio.Event()
         self._hinted: dict[Hint, float] = {}
         self._orders = Orders(bus, leadership, metrics)
+        self._pins = Pins(self._orders)
         self.registry = Registry(store)
         self._collector = Collector(
             store=store,
@@ -169,6 +171,7 @@ class Reconciler:
         resident = {group: frozenset(load.resident) for group, load in loads.items()}
         heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
         await self._hint(hints(plan, resident, heat, self.registry.digests(), hot), servers, epoch)
+        await self._pins.round(servers, plan, {a.digest for a in adapters if a.is_pinned}, epoch)
 
     async def _write(self, base: Fingerprint, plan: Plan, before: Value[Placement] | None, epoch: int) -> None:
         if before is not None and before.value.epoch > epoch:
