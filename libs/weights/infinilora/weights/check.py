@@ -4,21 +4,19 @@ Whatever is not exactly servable is refused here, by file, tensor, found and wan
 """
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
-from infinilora.weights.copies import without_copies
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
 from infinilora.weights.plan import AdapterPlan, Bias, Pair, PartPlan, SitePlan
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
-from infinilora.weights.tensorfile import NUMPY_DTYPES
+from infinilora.weights.tensorfile import NUMPY_DTYPES, all_finite
 
 MAX_RANK = 512
 MAX_GAIN = 1e9
@@ -33,7 +31,6 @@ def plan_adapter(
 
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
-    adapter = replace(adapter, tensors=without_copies(adapter.tensors, card))
     _refuse_whole_modules(adapter, card)
     places = Places(adapter, ModuleIndex(card))
     found = places.all()
@@ -83,8 +80,9 @@ def _refuse_whole_modules(adapter: PeftAdapter, card: BaseCard) -> None:
 
 def _check_finite(adapter: PeftAdapter) -> None:
     for name in adapter.tensors.tensors:
-        finite = np.isfinite(adapter.tensors.read(name))
-        if not finite.all():
+        values = adapter.tensors.read(name)
+        if not all_finite(values):
+            finite = np.isfinite(values)
             raise invalid(
                 adapter.tensors.name,
                 f"tensor {name}",

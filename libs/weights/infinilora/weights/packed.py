@@ -8,6 +8,7 @@ the adapter's digest. Knows plans and bytes, not PEFT.
 """
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -39,10 +40,14 @@ def write_packed(plan: AdapterPlan, out: BinaryIO) -> Manifest:
     draft = _header(_manifest(plan, entries))
     out.seek(0)
     out.write(draft)
-    hashed = [
-        msgspec.structs.replace(entry, sha256=_write_site(plan, site, entry, out))
-        for site, entry in zip(plan.sites, entries, strict=True)
-    ]
+    with ThreadPoolExecutor(1) as pool:  # hashes one site while the next is put together
+        hashes: list[Future[tuple[str, ...]]] = []
+        for site, entry in zip(plan.sites, entries, strict=True):
+            blocks = _write_site(plan, site, entry, out)
+            if hashes:
+                hashes[-1].result()  # no more than two sites are in memory
+            hashes.append(pool.submit(_hash_blocks, blocks))
+    hashed = [msgspec.structs.replace(entry, sha256=done.result()) for entry, done in zip(entries, hashes, strict=True)]
     manifest = _manifest(plan, hashed)
     header = _header(manifest)
     if len(header) != len(draft):
@@ -95,18 +100,21 @@ def narrowed_from(plan: AdapterPlan) -> str:
     return "F32" if plan.dtype != "F32" and (has_gains or kinds != {plan.dtype}) else ""
 
 
-def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: BinaryIO) -> tuple[str, ...]:
-    hashes = []
-    for block in range(entry.num_blocks):
-        data = np.zeros(entry.num_bytes // entry.num_blocks, np.uint8)
+def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: BinaryIO) -> Array:
+    """Write a site and give its bytes [blocks, bytes of each]."""
+    blocks = np.zeros((entry.num_blocks, entry.num_bytes // entry.num_blocks), np.uint8)
+    for block, data in enumerate(blocks):
         for part, (a, bt) in zip(site.parts, part_arrays(entry, plan.dtype, data), strict=True):
             fill(part.pairs[block], plan.source.tensors, a, bt)
         for part, bias in zip(site.parts, part_biases(entry, plan.dtype, data), strict=True):
             if part.bias is not None and bias is not None:
                 bias[...] = part.bias.read(plan.source.tensors)
-        out.write(data.data)
-        hashes.append(hashlib.sha256(data.data).hexdigest())
-    return tuple(hashes)
+    out.write(blocks.data)
+    return blocks
+
+
+def _hash_blocks(blocks: Array) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(block.data).hexdigest() for block in blocks)
 
 
 def part_arrays(entry: SiteEntry, dtype: str, block: Array) -> list[tuple[Array, Array]]:

@@ -5,6 +5,7 @@ where is `keys`, `names` and `rules`.
 """
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,17 @@ class PeftAdapter:
     directory: Path
     rules: LoraRules
     tensors: TensorFile
-    source_digest: str
-    """sha256 over both files: the identity of what the user gave us."""
+    hashing: Future[str]
+    """Of both files; it goes on while the rest is looked at."""
     declared_base: str = ""
     """The base model that the configuration names: words of its trainer, which nothing is looked up by."""
     is_mlx: bool = False
     """Its tensors are MLX's `lora_a` [in, r] and `lora_b` [r, out]."""
+
+    @property
+    def source_digest(self) -> str:
+        """sha256 over both files: the identity of what the user gave us. Waits for it."""
+        return self.hashing.result()
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
@@ -49,17 +55,23 @@ def read_adapter(directory: Path) -> PeftAdapter:
     rules = mlx_rules(config) if from_mlx else rules_of(config)
     path = _tensors_path(directory, MLX_TENSORS_FILE if from_mlx else TENSORS_FILE)
     tensors = _open(path)
-    config_sha = hashlib.sha256(config_bytes).hexdigest()
-    lines = f"{CONFIG_FILE} {config_sha}\n{path.name} {tensors.sha256()}\n"
+    pool = ThreadPoolExecutor(1)
+    hashing = pool.submit(_source_digest, config_bytes, tensors)
+    pool.shutdown(wait=False)
     declared = config.get("model" if from_mlx else "base_model_name_or_path")
     return PeftAdapter(
         directory=directory,
         rules=rules,
         tensors=tensors,
-        source_digest="sha256:" + hashlib.sha256(lines.encode()).hexdigest(),
+        hashing=hashing,
         declared_base=declared if isinstance(declared, str) else "",
         is_mlx=from_mlx,
     )
+
+
+def _source_digest(config: bytes, tensors: TensorFile) -> str:
+    lines = f"{CONFIG_FILE} {hashlib.sha256(config).hexdigest()}\n{tensors.name} {tensors.sha256()}\n"
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _read_config(directory: Path) -> bytes:

@@ -5,8 +5,11 @@ cuts or padding. The packed road reads the written file back and verifies it, as
 each block (each expert) is compared by itself, so that a small one cannot hide behind a large one.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from infinilora.weights.tensorfile import Array
 
 NUM_INPUTS = 4
 """Fixed inputs per site: with one, a delta could be small by chance, and its relative error large."""
+
+MAX_THREADS = 2
+"""Hashing and algebra let other threads run meanwhile; more would only hold more of the file in memory."""
 
 
 class SelfTest(NamedTuple):
@@ -41,35 +47,36 @@ class _Site(NamedTuple):
 
 
 def self_test(directory: Path, card: BaseCard, packed: Path) -> SelfTest:
-    """Compare `packed` with the files of `directory`.
+    """Compare `packed` with the files of `directory`, a few sites at a time.
 
     Raises AdapterFailed if a block of the packed file is not what its manifest says, AdapterInvalid if the original
     files hold what the reference road cannot read.
     """
     original, geometry = Original(directory, card), card.geometry()
     modules = original.places()
-    worst = SelfTest(0.0, "", 0.0, "")
-    with packed.open("rb") as file:
+    with packed.open("rb") as file, ThreadPoolExecutor(MAX_THREADS) as pool:
         header = read_header(file)
         ranges = {
-            (entry.layer, entry.site): (entry, offset, num_bytes)
+            (entry.layer, entry.site): (entry, offset)
             for layer in range(card.num_layers + 1)
-            for entry, offset, num_bytes in packed_ranges(header, layer)
+            for entry, offset, _ in packed_ranges(header, layer)
         }
-        for place in sorted(modules.keys() | ranges.keys()):
+
+        def compare(place: tuple[int, Site]) -> SelfTest:
             site = geometry[place]
-            x = _fixed_inputs(place, site.in_dim)
-            compared = _empty(site)
+            x, compared = _fixed_inputs(site.in_dim), _empty(site)
             for module in modules.get(place, ()):
                 _add_wanted(original.term(module), x, compared)
             if place in ranges:
-                _add_found(file, header, *ranges[place], x, compared.found)
-            worst = _worse(worst, site, compared)
-    return worst
+                _add_found(file.fileno(), header, *ranges[place], x, compared.found)
+            return _worst_of(site, compared)
+
+        return reduce(_worse, pool.map(compare, sorted(modules.keys() | ranges.keys())), SelfTest(0.0, "", 0.0, ""))
 
 
-def _fixed_inputs(place: tuple[int, Site], in_dim: int) -> Array:
-    return np.random.default_rng((*place, in_dim)).standard_normal((in_dim, NUM_INPUTS))
+@cache
+def _fixed_inputs(in_dim: int) -> Array:
+    return np.random.default_rng(in_dim).standard_normal((in_dim, NUM_INPUTS))
 
 
 def _empty(site: SiteGeometry) -> _Site:
@@ -91,13 +98,11 @@ def _add_wanted(term: Term, x: Array, to: _Site) -> None:
         to.size[blocks, spot.begin : spot.end] += NUM_INPUTS * (term.scale * term.bias) ** 2
 
 
-def _add_found(
-    file: BinaryIO, header: PackedHeader, entry: SiteEntry, offset: int, num_bytes: int, x: Array, delta: Array
-) -> None:
+def _add_found(file: int, header: PackedHeader, entry: SiteEntry, offset: int, x: Array, delta: Array) -> None:
     """delta[block, columns of the part] += scale · (x A^T) Bt + bias of every block, each verified as it is read."""
-    file.seek(offset)
+    block_bytes = entry.num_bytes // entry.num_blocks
     for block in range(entry.num_blocks):
-        raw = file.read(num_bytes // entry.num_blocks)
+        raw = os.pread(file, block_bytes, offset + block * block_bytes)
         verify(entry, block, raw)
         data, dtype = np.frombuffer(raw, np.uint8), header.manifest.dtype
         arrays, biases = part_arrays(entry, dtype, data), part_biases(entry, dtype, data)
@@ -109,18 +114,23 @@ def _add_found(
                 delta[block, columns] += bias[:, None]
 
 
-def _worse(worst: SelfTest, site: SiteGeometry, compared: _Site) -> SelfTest:
+def _worst_of(site: SiteGeometry, compared: _Site) -> SelfTest:
+    worst = SelfTest(0.0, "", 0.0, "")
     difference = compared.found - compared.wanted
     for part in site.parts:
         columns = slice(part.out_offset, part.out_offset + part.out_dim)
         missed = _norm(difference[:, columns])
         error = _ratio(missed, np.sqrt(compared.size[:, columns].sum(axis=1)))
         relative = _ratio(missed, _norm(compared.wanted[:, columns]))
-        if (largest := float(error.max())) > worst.error:
-            worst = worst._replace(error=largest, where=_name(site, part.name, int(error.argmax())))
-        if (largest := float(relative.max())) > worst.relative:
-            worst = worst._replace(relative=largest, worst_relative=_name(site, part.name, int(relative.argmax())))
+        where, there = _name(site, part.name, int(error.argmax())), _name(site, part.name, int(relative.argmax()))
+        worst = _worse(worst, SelfTest(float(error.max()), where, float(relative.max()), there))
     return worst
+
+
+def _worse(one: SelfTest, other: SelfTest) -> SelfTest:
+    error = max(one, other, key=lambda test: test.error)
+    relative = max(one, other, key=lambda test: test.relative)
+    return SelfTest(error.error, error.where, relative.relative, relative.worst_relative)
 
 
 def _norm(deltas: Array) -> Array:
