@@ -56,7 +56,6 @@ def below(prefix: str, *, instead_of: str = PEFT) -> Rename:
         infixed("ranking"),
         infixed("lora"),
         infixed("weight"),
-        lambda key: key.removesuffix(".weight"),
         below(""),
         below(PEFT + PEFT),
         below(f"_orig_mod.{PEFT}"),
@@ -87,6 +86,8 @@ def only(part: str, rename: Rename) -> Rename:
         (only("layers.1", infixed("second")), ["''", "'second'", "adapter"]),
         (lambda key: infixed("a" if "layers.0" in key else "b")(key), ["'a'", "'b'", "layers.0", "layers.1"]),
         (only("lora_B", infixed("default")), ["'default'"]),
+        (lambda key: key.removesuffix(".weight"), ["lora_A: found", "does not end in .weight"]),
+        (only("lora_B", lambda key: key.removesuffix(".weight")), ["lora_B: found", "does not end in .weight"]),
         (only("up_proj", below("")), ["begin with", f"'{PEFT}'", "''"]),
         (
             only("layers.1", below(f"{PEFT}language_model.layers.", instead_of=f"{PEFT}model.layers.")),

@@ -29,7 +29,9 @@ def source(directory: Path, pairs: Pairs, **config: Any) -> Path:
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
     tensors = {}
     for module, (a, b) in pairs.items():
-        tensors[f"base_model.model.{module}.lora_A"], tensors[f"base_model.model.{module}.lora_B"] = a, b
+        for half, values in (("A", a), ("B", b)):
+            suffix = ".weight" if values.ndim == 2 else ""
+            tensors[f"base_model.model.{module}.lora_{half}{suffix}"] = values
     return write_source(directory, settings | config, tensors)
 
 

@@ -89,6 +89,7 @@ class Places:
     def _place_flattened(self, container: str, halves: Halves) -> None:
         fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
         self._refuse_bias(halves)
+        self._check_suffix(halves)
         for number, pairs in fused.parts():
             for expert, pair in enumerate(pairs):
                 self._add((fused.geometry.layer, fused.geometry.site, number), expert, pair, fused.scale)
@@ -146,7 +147,15 @@ class Places:
                 wanted="false, and a pair for each",
             )
 
+    def _check_suffix(self, halves: Halves) -> None:
+        """Matrices end in .weight; only stacked tensors, embeddings and MLX's are named without."""
+        for key in (halves.a, halves.b):
+            if not (halves.turned or halves.is_table or key.endswith(".weight")):
+                found = "a matrix whose name does not end in .weight, which PEFT does not load"
+                raise invalid(self._file.name, f"tensor {key}", found=found, wanted=f"{key}.weight")
+
     def _check_shapes(self, halves: Halves, rank: int, in_dim: int, out_dim: int) -> None:
+        self._check_suffix(halves)
         for key, wanted in zip((halves.a, halves.b), halves.shapes(rank, in_dim, out_dim), strict=True):
             found = self._file.tensors[key].shape
             if found != wanted:
