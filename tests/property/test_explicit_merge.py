@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from infinilora.protocol.errors import AdapterError
 from support.deltas import ingested_deltas
 from support.explicit_merge import Deltas, NoMeaning, disagreement, explicit_deltas
-from support.random_adapters import Adapter, adapters, faulty
+from support.faulty_adapters import faulty
+from support.random_adapters import Adapter, adapters
 
 
 def settings_for(examples: int) -> settings:

@@ -93,7 +93,7 @@ def _read(directory: Path, card: BaseCard) -> Deltas:
         if module in deltas:
             raise NoMeaning(f"{module} is adapted twice")
         deltas[module] = delta
-    reader.demand_every_layer(deltas)
+    reader.demand_every_layer(deltas, old_mixtral=any(".block_sparse_moe." in name for name in pairs))
     return deltas
 
 
@@ -310,11 +310,13 @@ class _Reader:
         for one in fused:
             yield from self._flattened(one, is_crossed=is_crossed)
 
-    def demand_every_layer(self, deltas: Deltas) -> None:
+    def demand_every_layer(self, deltas: Deltas, *, old_mixtral: bool) -> None:
         """A layer that the config adapts and the file is silent about is a broken save, not an adapter."""
         seen = {self._base[module].layer for module in deltas}
         for module, projection in self._base.items():
-            if projection.layer not in seen and any(self._is_targeted(name) for name in self._trainers_names(module)):
+            if projection.layer not in seen and any(
+                self._is_targeted(name) for name in self._trainers_names(module, old_mixtral=old_mixtral)
+            ):
                 raise NoMeaning(f"layer {projection.layer} is targeted ({module}) and absent")
 
     def _card_name(self, name: str) -> str:
@@ -323,17 +325,20 @@ class _Reader:
         parent, _, leaf = name.rpartition(".")
         return f"{parent}.{_MIXTRAL.get(leaf, leaf)}".replace(".block_sparse_moe.", ".mlp.")
 
-    def _trainers_names(self, module: str) -> Iterator[str]:
-        """What trainers' models call the module, and the joined module or parameter that holds it there."""
+    def _trainers_names(self, module: str, *, old_mixtral: bool) -> Iterator[str]:
+        """What the trainer's model calls the module, and the joined module or parameter that may hold it there."""
         parent, _, leaf = module.rpartition(".")
+        if old_mixtral and ".mlp." in module:
+            old = {new: old for old, new in _MIXTRAL.items()}
+            parent = parent.replace(".mlp", ".block_sparse_moe")
+            yield f"{parent}.{old.get(leaf, leaf)}"
+            yield f"{parent.partition('.experts.')[0]}.{old.get(leaf, leaf)}"
+            return
         yield module
         yield f"{module}.weight"
         yield from (f"{parent}.{joined}" for joined, parts in _JOINED.items() if leaf in parts)
         if expert := re.fullmatch(r"(.+\.experts)\.\d+", parent):
             yield f"{expert[1]}.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}"
-        if self._is_mixtral:
-            old = {new: old for old, new in _MIXTRAL.items()}
-            yield f"{parent}.{old.get(leaf, leaf)}".replace(".mlp.", ".block_sparse_moe.")
 
     def _is_targeted(self, name: str) -> bool:
         if self._config.get("target_modules") is None and not self._config.get("target_parameters"):
