@@ -121,6 +121,23 @@ def test_what_does_not_fit_a_site_is_refused_and_never_read(device: str, bound: 
     assert bool(out.isnan().all())
 
 
+@pytest.mark.interp
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_bias_is_added_to_what_a_launch_has_written(bound: dict[int, SiteWeights], *, accumulate: bool) -> None:
+    from infinilora.kernels.device_sites import DeviceSites
+
+    kernels = SlotKernels(num_slots=4, num_layers=2)
+    kernels._device_sites = DeviceSites(num_slots=4, num_layers=2, device=torch.device("cpu"))
+    bound = bound | {1: tuple(replace(p, bias=rows_of(9, p.out_dim)) for p in bound[1])}
+    for slot, parts in bound.items():
+        kernels.bind(slot, 1, 0, parts, IN_DIM, OUT_DIM)
+    x, ground = rows_of(0, NUM_ROWS, IN_DIM), rows_of(1, NUM_ROWS, OUT_DIM)
+    out = ground.clone() if accumulate else poisoned(NUM_ROWS, OUT_DIM, device="cpu")
+    kernels.dense(1, 0, segment_table(SEGMENTS), x, out, accumulate=accumulate)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM) + accumulate * ground.double().numpy()
+    assert largest_error(out, wanted) < TOLERANCE[F32]
+
+
 @pytest.mark.gpu
 def test_the_pools_kernels_on_a_gpu_are_these(bound: dict[int, SiteWeights]) -> None:
     kernels, x = SlotKernels(num_slots=4, num_layers=2, device="cuda"), rows_of(0, NUM_ROWS, IN_DIM)
