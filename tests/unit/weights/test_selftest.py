@@ -283,3 +283,95 @@ def test_widths_that_do_not_tell_are_told_by_the_version(tmp_path: Path) -> None
     assert self_test(source, card, tmp_path / "new").error > 0.1
     ingest(source, card, tmp_path / "old")
     assert self_test(source, card, tmp_path / "old").error < 1e-14
+
+
+def rewritten(source: Path, change: Callable[[dict[str, Array]], None]) -> None:
+    tensors = tensors_of(source)
+    change(tensors)
+    write_tensors(source / TENSORS_FILE, {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
+
+
+def joined(directory: Path, card: BaseCard) -> Path:
+    """One pair for q, k and v together, and one for gate and up, as fused projections are trained."""
+    dice = np.random.default_rng(5)
+    write_peft_adapter(directory, card, rank=2)
+    tensors: dict[str, Array] = {}
+    for layer in range(2):
+        for module, out in (("self_attn.qkv_proj", 32 + 16 + 16), ("mlp.gate_up_proj", 96)):
+            key = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            tensors[f"{key}A.weight"] = dice.standard_normal((2, 32)).astype(np.float32)
+            tensors[f"{key}B.weight"] = dice.standard_normal((out, 2)).astype(np.float32)
+    write_tensors(directory / TENSORS_FILE, tensors)
+    with_config(directory, target_modules=["qkv_proj", "gate_up_proj"])
+    return directory
+
+
+def stacked(directory: Path, card: BaseCard, *, is_shared: bool) -> Path:
+    """Three-dimensional pairs of all experts; A of gate_up and B of down may be one for all."""
+    dice = np.random.default_rng(6)
+    write_peft_adapter(directory, card, rank=2)
+    tensors: dict[str, Array] = {}
+    for layer in range(2):
+        for module, in_dim, out_dim, a_one, b_one in (
+            ("gate_up_proj", 32, 48, True, False),
+            ("down_proj", 24, 32, False, True),
+        ):
+            key = f"base_model.model.model.layers.{layer}.mlp.experts.{module}.lora_"
+            shape_a = (1 if is_shared and a_one else 4, 2, in_dim)
+            shape_b = (1 if is_shared and b_one else 4, out_dim, 2)
+            tensors[f"{key}A"] = dice.standard_normal(shape_a).astype(np.float32)
+            tensors[f"{key}B"] = dice.standard_normal(shape_b).astype(np.float32)
+    write_tensors(directory / TENSORS_FILE, tensors)
+    with_config(directory, target_modules=["gate_up_proj", "down_proj"])
+    return directory
+
+
+def test_joined_projections_are_read_a_second_time_and_a_turned_half_is_seen(tmp_path: Path) -> None:
+    card = CARDS["llama"]
+    source = joined(tmp_path / "a", card)
+    ingest(source, card, tmp_path / "out")
+    assert self_test(source, card, tmp_path / "out").error < 1e-14
+
+    def turn(tensors: dict[str, Array]) -> None:
+        key = "base_model.model.model.layers.1.mlp.gate_up_proj.lora_B.weight"
+        tensors[key] = np.concatenate([tensors[key][48:], tensors[key][:48]])
+
+    rewritten(source, turn)
+    tested = self_test(source, card, tmp_path / "out")
+    assert tested.error > 0.1
+    assert tested.where.startswith("layer 1 site gate_up part ")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_stacked_experts_are_read_a_second_time_and_a_turned_order_is_seen(tmp_path: Path, is_shared: bool) -> None:
+    card = CARDS["qwen3_moe"]
+    source = stacked(tmp_path / "a", card, is_shared=is_shared)
+    ingest(source, card, tmp_path / "out")
+    assert self_test(source, card, tmp_path / "out").error < 1e-14
+
+    def turn(tensors: dict[str, Array]) -> None:
+        key = "base_model.model.model.layers.0.mlp.experts.gate_up_proj.lora_B"
+        tensors[key] = tensors[key][[1, 0, 2, 3]]
+
+    rewritten(source, turn)
+    tested = self_test(source, card, tmp_path / "out")
+    assert tested.error > 0.1
+    assert tested.where in {f"layer 0 site moe_gate_up part {p} expert {e}" for p in ("gate", "up") for e in (0, 1)}
+
+
+def test_an_export_of_mlx_is_read_a_second_time_and_its_scale_is_no_alpha(tmp_path: Path) -> None:
+    card, dice = CARDS["llama"], np.random.default_rng(7)
+    tensors: dict[str, Array] = {}
+    for layer in range(2):
+        key = f"model.layers.{layer}.self_attn.q_proj.lora_"
+        tensors[f"{key}a"] = dice.standard_normal((32, 4)).astype(np.float32)
+        tensors[f"{key}b"] = dice.standard_normal((4, 32)).astype(np.float32)
+    source = tmp_path / "a"
+    source.mkdir()
+    write_tensors(source / "adapters.safetensors", tensors)
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+    (source / CONFIG_FILE).write_text(json.dumps(config))
+    ingest(source, card, tmp_path / "out")
+    assert self_test(source, card, tmp_path / "out").error < 1e-14
+    with_config(source, lora_parameters={"rank": 4, "scale": 5.0, "dropout": 0.0})
+    assert self_test(source, card, tmp_path / "out").error > 0.1
