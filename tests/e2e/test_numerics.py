@@ -23,6 +23,7 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "r8-output": (8, ("o_proj", "k_proj")),
     "r16-all": (16, (*ATTENTION, *MLP, "w1", "w2", "w3")),
     "r64-mlp": (64, (*MLP, "w1", "w2", "w3")),
+    "r6-outer": (6, ("lm_head", "embed_tokens", "shared_expert_gate")),
 }
 
 
