@@ -81,6 +81,43 @@ def test_exclusions_are_held_against_the_names_of_the_file(tmp_path: Path, modul
         plan_adapter(read_adapter(whole), MIXTRAL)
 
 
+PAIRS = {
+    "self_attn.qkv_proj": ((4, 32), (64, 4)),
+    "mlp.gate_up_proj": ((4, 32), (96, 4)),
+    "mlp.experts.gate_up_proj": ((4, 4, 32), (4, 96, 4)),
+    "mlp.experts.2.gate_up_proj": ((4, 32), (96, 4)),
+    "mlp.experts.w2": ((1, 4, 48), (4, 32, 4)),
+    "block_sparse_moe.w2": ((1, 4, 48), (4, 32, 4)),
+}
+
+
+def together(directory: Path, name: str, layers: int, **config: Any) -> Path:
+    """An adapter of one kind of module that stands for several, in the first `layers` layers."""
+    shapes = dict(zip("AB", PAIRS[name], strict=True))
+    tensors = {
+        f"base_model.model.model.layers.{n}.{name}.lora_{half}.weight": np.ones(shape, np.float32)
+        for n in range(layers)
+        for half, shape in shapes.items()
+    }
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": [name.rpartition(".")[2]]}
+    return write_source(directory, settings | config, tensors)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_missing_layer_of_fused_or_stacked_modules_is_refused(tmp_path: Path, name: str) -> None:
+    card = MIXTRAL if "experts" in name or "moe" in name else LLAMA
+    assert plan_adapter(read_adapter(together(tmp_path / "a", name, 2)), card).sites
+    with pytest.raises(AdapterInvalid, match="layers 1: found no tensors at all"):
+        plan_adapter(read_adapter(together(tmp_path / "b", name, 1)), card)
+
+
+def test_a_pattern_that_would_also_match_a_fused_name_misses_nothing(tmp_path: Path) -> None:
+    config = {"target_modules": r".*v_proj", "exclude_modules": ["model.layers.0.self_attn.v_proj"]}
+    write_peft_adapter(tmp_path, LLAMA, rank=4, targets=["v_proj"], config=config)
+    rename_tensors(tmp_path, {}, keep=lambda name: "layers.1." in name)
+    assert plan_adapter(read_adapter(tmp_path), LLAMA).notes == ()
+
+
 def test_nothing_is_missed_where_the_weights_decide(tmp_path: Path) -> None:
     assert plan(tmp_path, LLAMA, without="layers.1.", target_modules=None).notes == ()
 

@@ -14,11 +14,9 @@ import numpy as np
 
 from infinilora.protocol.adapter import SiteGeometry
 from infinilora.weights.keys import Halves
-from infinilora.weights.names import ModuleIndex
+from infinilora.weights.names import JOINS, ModuleIndex
 from infinilora.weights.plan import Pair
 from infinilora.weights.tensorfile import Array, TensorFile
-
-JOINS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)

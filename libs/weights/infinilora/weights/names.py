@@ -4,7 +4,7 @@ Knows the names that models had in earlier transformers and inside larger models
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,12 @@ ALIASES = (
 ROOT = re.compile(r"\A(?P<root>(?:[^.]+\.)*?)(?:layers\.\d+|embed_tokens)(?:\.|\Z)")
 """What comes before the layers or the embedding in a module's name."""
 _TODAY = "model."
-_EARLIER = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EARLIER = {today: earlier for earlier, today in MIXTRAL.items()}
+JOINS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Names of fused projections, and the parts that they are of, in the order of their rows."""
+_IN_LAYER = re.compile(r"(?P<layer>.*?\blayers\.\d+\.)(?P<parent>.+)\.(?P<leaf>[^.]+)\Z")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _MOE_BLOCK = re.compile(r"\.mlp(?P<rest>\.experts\.(?:\d+|\{expert\})\.(?P<leaf>gate_proj|up_proj|down_proj)|\.gate)\Z")
 
 
@@ -65,9 +70,12 @@ class FileNames:
     is_earlier: bool | None
     """Mixtral's blocks by their names until transformers 4.57; None: the file has none of them."""
 
+    together: frozenset[tuple[str, str]]
+    """(parent, last name) below a layer of every kind of module that stands for several: fused, or of all experts."""
+
     @classmethod
     def of(cls, modules: Iterable[str]) -> "FileNames":
-        root, is_earlier = _TODAY, None
+        root, is_earlier, together = _TODAY, None, set()
         for module in modules:
             if found := ROOT.match(module):
                 root = found["root"]
@@ -75,13 +83,20 @@ class FileNames:
                 is_earlier = True
             elif is_earlier is None and _MOE_BLOCK.search(module):
                 is_earlier = False
-        return cls(root, is_earlier)
+            if found := _IN_LAYER.match(module):
+                parent, leaf = _NUMBER.sub("{expert}", found["parent"]), found["leaf"]
+                if leaf in JOINS or parent.endswith("experts") or (leaf in MIXTRAL and not parent.endswith("}")):
+                    together.add((parent, leaf))
+        return cls(root, is_earlier, frozenset(together))
 
     def spellings(self, module: str) -> tuple[str, ...]:
         """The names by which this file's configuration may mean a module of a card."""
         today = canonical(module)
         if ROOT.match(today):
             today = self.root + today.removeprefix(_TODAY)
+        return (*self._alone(today), *self._with_others(today))
+
+    def _alone(self, today: str) -> tuple[str, ...]:
         block = _MOE_BLOCK.search(today)
         if not block or self.is_earlier is False:
             return (today,)
@@ -89,6 +104,17 @@ class FileNames:
         if leaf := block["leaf"]:
             earlier = earlier.removesuffix(leaf) + _EARLIER[leaf]
         return (earlier,) if self.is_earlier else (today, earlier)
+
+    def _with_others(self, today: str) -> Iterator[str]:
+        """Of the kinds of module in this file, those that have this one as a part."""
+        if not self.together or not (found := _IN_LAYER.match(today)):
+            return
+        own = found["parent"]
+        holders = {own, own.removesuffix(".{expert}"), own.removesuffix(".experts.{expert}")}
+        for parent, leaf in sorted(self.together):
+            parts = JOINS.get(leaf) or (MIXTRAL.get(leaf, leaf),)
+            if found["leaf"] in parts and canonical(f".{parent}.").strip(".") in holders:
+                yield f"{found['layer']}{parent}.{leaf}"
 
 
 class ModuleIndex:

@@ -11,14 +11,13 @@ beside its router (`block_sparse_moe.w1`).
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infinilora.weights.joined import JOINS, used_ranks
+from infinilora.weights.joined import used_ranks
 from infinilora.weights.keys import Halves
-from infinilora.weights.names import ExpertParts, ModuleIndex
+from infinilora.weights.names import JOINS, MIXTRAL, ExpertParts, ModuleIndex
 from infinilora.weights.plan import Pair
 from infinilora.weights.refuse import invalid
 from infinilora.weights.tensorfile import TensorFile
 
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CONTAINER = "experts"
 
 
@@ -78,9 +77,9 @@ def stack_of(module: str, index: ModuleIndex) -> Stacked | None:
     """What a parameter of all experts means here; None where it is none of this base."""
     parent, _, leaf = module.rpartition(".")
     if parent.rpartition(".")[2] != _CONTAINER:
-        if leaf not in _MIXTRAL:
+        if leaf not in MIXTRAL:
             return None
         parent = f"{parent}.{_CONTAINER}"
-    leaves = JOINS.get(leaf) or (_MIXTRAL.get(leaf, leaf),)
+    leaves = JOINS.get(leaf) or (MIXTRAL.get(leaf, leaf),)
     experts = index.expert_parts(parent, leaves)
     return Stacked(experts, parent, leaves) if experts else None
