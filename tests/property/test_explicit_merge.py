@@ -3,11 +3,14 @@
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import AdapterError
-from support.deltas import ingested_deltas
+from infinilora.weights.ingest import ingest
+from infinilora.weights.packed import part_arrays, part_biases, read_header
 from support.explicit_merge import Deltas, NoMeaning, disagreement, explicit_deltas
 from support.faulty_adapters import faulty
 from support.random_adapters import Adapter, adapters
@@ -30,11 +33,33 @@ def meaning(directory: Path, adapter: Adapter) -> Deltas | NoMeaning:
         return no
 
 
+def packed(path: Path, card: BaseCard) -> Deltas:
+    """What a packed file adds to the weights of its base, and to its outputs."""
+    geometry, deltas = card.geometry(), Deltas()
+    with path.open("rb") as file:
+        header = read_header(file)
+        for entry in header.manifest.sites:
+            modules = {part.name: part.module for part in geometry[entry.layer, entry.site].parts}
+            file.seek(header.data_start + entry.offset)
+            for block in range(entry.num_blocks):
+                raw = np.frombuffer(file.read(entry.num_bytes // entry.num_blocks), np.uint8)
+                arrays = part_arrays(entry, header.manifest.dtype, raw)
+                biases = part_biases(entry, header.manifest.dtype, raw)
+                for part, (a, bt), bias in zip(entry.parts, arrays, biases, strict=True):
+                    module = modules[part.name].replace("{expert}", str(block))
+                    assert not part.has_colscale
+                    deltas[module] = part.scale * (bt.astype(np.float64).T @ a.astype(np.float64))
+                    if bias is not None:
+                        deltas[f"{module}.bias"] = bias.astype(np.float64)
+    return deltas
+
+
 def served(directory: Path, adapter: Adapter) -> Deltas | AdapterError:
     """What was packed, or the refusal. Any error but a refusal of the adapter fails the test."""
     out = directory / "packed"
     try:
-        return ingested_deltas(directory, adapter.card, out)
+        ingest(directory, adapter.card, out)
+        return packed(out, adapter.card)
     except AdapterError as refused:
         assert not out.exists()
         return refused

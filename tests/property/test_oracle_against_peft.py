@@ -22,6 +22,7 @@ from support.random_adapters import Adapter, adapters
 _MEANINGFUL = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "peft_version",
+    "lora_bias",
 }  # fmt: skip
 FLOAT32 = 1e-4
 """PEFT multiplies in float32, and the largest sums here have 64 terms."""
@@ -70,6 +71,8 @@ def _by_module(name: str, layer: Any) -> Iterator[tuple[str, Any]]:
     delta = layer.get_delta_weight("default").detach().double().numpy()
     if not isinstance(layer, ParamWrapper) or delta.ndim == 2:
         yield name, delta
+        if not isinstance(layer, ParamWrapper) and (bias := layer.lora_B["default"].bias) is not None:
+            yield f"{name}.bias", layer.scaling["default"] * bias.detach().double().numpy()
         return
     experts = name.removesuffix(".base_layer")
     for expert, matrix in enumerate(delta):
@@ -80,7 +83,7 @@ def _by_module(name: str, layer: Any) -> Iterator[tuple[str, Any]]:
 
 def has_names_of_peft(adapter: Adapter) -> bool:
     """Other names in a file PEFT drops without an error."""
-    form = re.compile(r"base_model\.model\.model\..+\.lora_[AB](\.default)?\.weight")
+    form = re.compile(r"base_model\.model\.model\..+\.lora_[AB](\.default)?\.(weight|bias)")
     return all(form.fullmatch(name) for name in adapter.tensors)
 
 

@@ -21,7 +21,10 @@ from infinilora.protocol.adapter import BaseCard
 Array = NDArray[Any]
 Config = Mapping[str, Any]
 Deltas = dict[str, NDArray[np.float64]]
-"""Module of the base, as its card names it (experts by number) -> W' - W [out, in]."""
+"""Module of the base, as its card names it (experts by number) -> W' - W [out, in].
+
+`<module>.bias` -> what is added to its output whatever the input (`lora_bias`) [out].
+"""
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MLX_TENSORS_NAME = "adapters.safetensors"
@@ -39,7 +42,7 @@ _NO_MATTER = {
     "fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "loftq_config",
     "lora_ga_config", "runtime_config", "lora_bias",
 }  # fmt: skip
-"""Of no effect on W' once trained. `lora_bias` adds a vector that has tensors of its own, and none are read here."""
+"""Of no effect on W' once trained. `lora_bias` says that there are tensors beside it, and those are read."""
 _INITS_THAT_KEEP_THE_BASE = {"gaussian", "eva", "orthogonal"}
 
 _WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
@@ -87,9 +90,10 @@ def _read(directory: Path, card: BaseCard) -> Deltas:
         return _read_mlx(directory, projections(card))
     config = _read_config(directory / CONFIG_NAME)
     reader = _Reader(config, card, projections(card))
-    pairs = _pairs(_read_tensors(directory / TENSORS_NAME))
+    tensors = _read_tensors(directory / TENSORS_NAME)
+    pairs = _pairs({key: tensor for key, tensor in tensors.items() if not key.endswith(".bias")})
     deltas = Deltas()
-    for module, delta in reader.every_delta(pairs):
+    for module, delta in [*reader.every_delta(pairs), *reader.every_bias(tensors)]:
         if module in deltas:
             raise NoMeaning(f"{module} is adapted twice")
         deltas[module] = delta
@@ -310,9 +314,26 @@ class _Reader:
         for one in fused:
             yield from self._flattened(one, is_crossed=is_crossed)
 
+    def every_bias(self, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        """PEFT keeps the bias inside lora_B, so that what scales B scales it."""
+        for key, bias in tensors.items():
+            if not key.endswith(".bias"):
+                continue
+            parts = _KEY.fullmatch(_unwrapped(key.removesuffix("bias") + "weight"))
+            if parts is None or parts["half"] != "B" or not self._config.get("lora_bias"):
+                raise NoMeaning(f"{key} is no bias of LoRA's")
+            if key.removesuffix("bias") + "weight" not in tensors:
+                raise NoMeaning(f"{key} stands alone")
+            name = parts["module"]
+            rows = self._rows(self._card_name(name))
+            if bias.shape != (sum(self._base[row].out_dim for row in rows),):
+                raise NoMeaning(f"{key} is {bias.shape}")
+            for row, part in self._cut(rows, scale_of(self._config, name) * bias):
+                yield f"{row}.bias", part
+
     def demand_every_layer(self, deltas: Deltas, *, old_mixtral: bool) -> None:
         """A layer that the config adapts and the file is silent about is a broken save, not an adapter."""
-        seen = {self._base[module].layer for module in deltas}
+        seen = {self._base[module.removesuffix(".bias")].layer for module in deltas}
         for module, projection in self._base.items():
             if projection.layer not in seen and any(
                 self._is_targeted(name) for name in self._trainers_names(module, old_mixtral=old_mixtral)
@@ -390,6 +411,8 @@ class _Reader:
         number = self._num_experts(experts)
         self._demand_cover(name)
         rank, scale = rank_of(self._config, name), scale_of(self._config, name)
+        if self._config.get("lora_bias"):
+            raise NoMeaning("PEFT has no lora_bias for parameters")
         if a.ndim != 3 or b.ndim != 3 or not {a.shape[0], b.shape[0]} <= {1, number}:
             raise NoMeaning(f"{name} is not stacked by {number} experts")
         for expert in range(number):
@@ -404,7 +427,7 @@ class _Reader:
         experts, holder = module.removesuffix(".base_layer"), name.removesuffix(".base_layer")
         wrapped = [leaf for leaf in STACKED if targets_parameter(self._config, f"{holder}.{leaf}")]
         depth = 1 if module != experts else 0
-        if len(wrapped) <= depth:
+        if len(wrapped) <= depth or self._config.get("lora_bias"):
             raise NoMeaning(f"{name} is wrapped and target_parameters do not say what for")
         leaf = wrapped[-1 - depth]  # the last parameter is the outermost wrapper
         return _Fused(experts, leaf, f"{holder}.{leaf}", a, b)
@@ -455,6 +478,7 @@ def disagreement(found: Deltas, wanted: Deltas, card: BaseCard, *, tolerance: fl
     """Where the two differ, if they do: any matrix by more than `tolerance` of its own largest value, or a site
     that is there and should not be."""
     base = projections(card)
+    base |= {f"{module}.bias": projection for module, projection in base.items()}
     sites = {(base[module].layer, base[module].site) for module in wanted}
     for module in sorted(found.keys() | wanted.keys()):
         want, have = wanted.get(module), found.get(module)

@@ -196,6 +196,8 @@ def _renamed(draw: Draw, name: str) -> str:
 
 def _reshaped(draw: Draw, kind: str, tensor: Array) -> Array:
     match kind:
+        case "transpose" | "wrong_out" | "wrong_rank" if tensor.ndim == 1:
+            return tensor[:-1]
         case "transpose":
             return np.swapaxes(tensor, -1, -2)
         case "wrong_in":

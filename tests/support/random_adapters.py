@@ -73,7 +73,7 @@ class Adapter:
     config: dict[str, Any]
     tensors: dict[str, Array]
     must_serve: bool
-    """False: a server may also refuse, if it says so, as some pair can be read in two ways."""
+    """False: a server may also refuse, if it says so: a pair can be read in two ways, or an expert has a bias."""
     has_meaning: bool = True
     """False: nothing in the files tells how they are to be read."""
     notes: tuple[str, ...] = field(default=())
@@ -212,7 +212,6 @@ _NO_MATTER: dict[str, tuple[Any, ...]] = {
     "corda_config": (None,),
     "layer_replication": (None,),
     "use_dora": (False,),
-    "lora_bias": (False,),
     "use_qalora": (False,),
     "qalora_group_size": (16,),
     "megatron_config": (None,),
@@ -318,11 +317,12 @@ def adapters(draw: Draw, *, kinds: Sequence[str] = tuple(LAYOUTS), layouts: Sequ
     config = _config(draw, layout, chosen, everything)
     held = _held(draw, config, everything)
     is_plain, has_meaning = _can_be_read(config, layout, held)
+    is_biased_expert = config.get("lora_bias") and any(".experts." in unit.name for unit in held)
     return Adapter(
         base,
         config,
         _tensors(draw, config, layout, held),
-        must_serve=is_plain,
+        must_serve=is_plain and not is_biased_expert,
         has_meaning=has_meaning,
         notes=(KINDS[base], layout),
     )
@@ -338,6 +338,8 @@ def _config(draw: Draw, layout: Layout, chosen: Sequence[Unit], everything: Sequ
         config["lora_alpha"] = draw(_ALPHAS)
     elif draw(st.booleans()):
         config |= {"r": None, "lora_alpha": None}  # some trainers write what they leave to PEFT
+    if not parameters and draw(st.booleans()):
+        config["lora_bias"] = draw(st.integers(0, 2)) == 0
     if draw(st.booleans()):
         config["use_rslora"] = draw(st.sampled_from((True, True, False, None)))
     targets = _targets(draw, dense) if dense else draw(st.sampled_from(([], None)))
@@ -439,6 +441,8 @@ def _tensors(draw: Draw, config: dict[str, Any], layout: Layout, held: Sequence[
     for unit in held:
         a_shape, b_shape = _shapes(unit, layout, rank_of(config, unit.rule_name))
         module = _module_in_file(unit, layout, config)
+        if config.get("lora_bias"):
+            tensors[f"{prefix}{module}.lora_B{infix}.bias"] = dice.standard_normal(unit.out_dim, np.float32)
         tail = "" if bare_weight and unit.num_experts else f"{infix}.weight"
         for half, shape in (("A", a_shape), ("B", b_shape)):
             values = dice.standard_normal(shape) * 0.2 * 10.0 ** dice.uniform(-spread, spread)
