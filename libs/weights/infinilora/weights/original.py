@@ -129,8 +129,9 @@ class Original:
 
     def _container(self, module: str) -> str | None:
         """The experts' container that a flattened pair belongs to, by the card's name."""
-        name = _plain(re.sub(r"(\.base_layer)+$", "", module))
-        return next((known for known in self._containers if f".{name}".endswith(f".{known}")), None)
+        names = _unwrapped(module).split(".")
+        endings = (".".join(names[start:]) for start in range(len(names)))
+        return next((ending for ending in endings if ending in self._containers), None)
 
     def _flattened(self, module: str) -> tuple[SiteGeometry, bool]:
         """The site whose widths the pair has, and whether in and out are crossed."""
@@ -151,8 +152,7 @@ class Original:
         by_expert = a.reshape(site.num_experts, -1, a.shape[1])
         b_by_expert = b.reshape(b.shape[0], -1, site.num_experts).transpose(2, 0, 1)
         parameter = "gate_up_proj" if site.site is Site.MOE_GATE_UP else "down_proj"
-        name = f"{_plain(re.sub(r'(.base_layer)+$', '', module))}.{parameter}"
-        scale = self._scale(name, by_expert.shape[1])
+        scale = self._scale(f"{_unwrapped(module)}.{parameter}", by_expert.shape[1])
         if is_crossed:
             by_expert, b_by_expert = b_by_expert.transpose(0, 2, 1), by_expert.transpose(0, 2, 1)
         return Term(Spot(site, None, 0, site.out_dim), scale, by_expert, b_by_expert)
@@ -193,6 +193,11 @@ def _plain(module: str) -> str:
     while names[:2] == ["model", "model"]:
         names = names[1:]
     return ".".join(names)
+
+
+def _unwrapped(module: str) -> str:
+    """A container's name, whichever of PEFT's nested wrappers a flattened pair was saved under."""
+    return _plain(re.sub(r"(\.base_layer)+$", "", module))
 
 
 def _spots(card: BaseCard) -> Iterator[tuple[str, Spot]]:
