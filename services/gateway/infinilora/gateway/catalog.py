@@ -158,10 +158,13 @@ class Catalog:
         return self.meaning(alias)
 
     def meaning(self, alias: AliasRecord) -> Found | None:
-        """What an alias points to; None for a moment while both are being deleted."""
+        """What an alias points to; None for a moment while that is being deleted, or made anew."""
         ref = parse_target(alias.target, alias.tenant)
         record = self._registry.get(alias.tenant, ref.name)
-        return Found(record, version_of(record, ref, param="model"), alias) if record else None
+        try:
+            return Found(record, version_of(record, ref, param="model"), alias) if record else None
+        except AdapterNotFound:
+            return None
 
     def _check_informed(self) -> None:
         """A name is only unknown once the registry has been read and an engine been heard."""
