@@ -4,12 +4,14 @@ Whatever is not exactly servable is refused here, by file, tensor, found and wan
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
+from infinilora.weights.copies import without_copies
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
@@ -31,6 +33,7 @@ def plan_adapter(
 
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
+    adapter = replace(adapter, tensors=without_copies(adapter.tensors, card))
     _refuse_whole_modules(adapter, card)
     places = Places(adapter, ModuleIndex(card))
     found = places.all()
