@@ -212,6 +212,26 @@ async def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
         assert (world.has(A), await world.condemned()) == (False, [])
 
 
+async def test_redis_may_go_away_in_the_middle(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.ledger.delete("t", "one")
+        await world.ledger.delete("t", "two")
+        await world.rounds()
+        world.clock.now += GRACE_S
+
+        async def leave() -> None:
+            world.store.is_connected = False
+
+        world.collector._store = _interrupted(world.store, "swap", leave)
+        await world.rounds(1)
+        world.store.is_connected = True
+        assert (await world.state(A), await world.state(B)) == ("live", "live")
+        await world.rounds()
+        assert (world.has(A), world.has(B)) == (False, False)
+
+
 async def test_a_digest_with_another_name_stays_and_loses_the_dead_reference(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
         await world.register("one", A)

@@ -19,7 +19,7 @@ from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import DigestRecord
 from infinilora.protocol.control import EngineLoad, Forget, GroupLoad
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.members import Members
@@ -78,7 +78,14 @@ class Collector:
             await self._registry.refresh()  # after the records were read: a name that came in between shows
         async with asyncio.TaskGroup() as group:
             for digest, record in zip(digests, records, strict=True):
-                group.create_task(self._step(_Case(digest, record), epoch))
+                group.create_task(self._try(_Case(digest, record), epoch))
+
+    async def _try(self, case: _Case, epoch: int) -> None:
+        """One step, or none this time: what is in the way of one digest is not in the way of others."""
+        try:
+            await self._step(case, epoch)
+        except InfiniLoraError as error:
+            logger.warning("adapter not deleted yet", extra={"adapter_id": case.digest, "reason": error.message})
 
     async def _step(self, case: _Case, epoch: int) -> None:
         state = case.record.value.state if case.record else "live"
@@ -114,11 +121,7 @@ class Collector:
         is_held = any(case.digest in _held(member) for member in there)
         if is_held or not all(took) or self._leadership.holding != epoch:
             return
-        try:
-            await asyncio.to_thread(self._blobs.delete, keys.packed(case.digest))
-        except Unavailable as error:
-            logger.info("adapter not deleted yet", extra={"adapter_id": case.digest, "reason": error.message})
-            return
+        await asyncio.to_thread(self._blobs.delete, keys.packed(case.digest))
         if await self._store.swap([case.change(None)], also=[Unstamp(keys.CONDEMNED, case.digest)]):
             logger.info("adapter deleted", extra={"adapter_id": case.digest})
 
