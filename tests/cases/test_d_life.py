@@ -1,6 +1,8 @@
 """Class D, lives of processes: what was registered outlives every one of them, with its versions."""
 
 import asyncio
+from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -12,6 +14,8 @@ from support.worlds import World, on
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 QV = modules("q_proj", "v_proj")
+SLACK = 4
+"""Open files and threads that come and go with connections and readers."""
 
 
 async def back(world: World, name: str, changes: list[Change]) -> None:
@@ -67,3 +71,50 @@ async def test_d31_two_versions_at_once(running: World) -> None:
     await whole_system_again(running)
     for name, wanted in changes.items():
         await back(running, name, wanted)
+
+
+class Use(NamedTuple):
+    """What a process holds."""
+
+    kib: int
+    files: int
+    threads: int
+
+
+def uses(world: World) -> dict[str, Use]:
+    """Of each of our services; memory is what lies in RAM."""
+    found = {}
+    for name in ("engine", "lora-server", "gateway", "coordinator"):
+        process = Path(f"/proc/{world.factory.stack.pid(name)}")
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        files = len(list((process / "fd").iterdir()))
+        found[name] = Use(int(status["VmRSS"].split()[0]), files, int(status["Threads"]))
+    return found
+
+
+def leftovers(world: World) -> list[str]:
+    """Files of uploads and ingests that nobody works on any more."""
+    scratch = world.factory.stack.home.directory / "gateway"
+    return [str(path) for path in scratch.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+SOAK = pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])
+
+
+@pytest.mark.parametrize("cycles", [24, SOAK])
+@on("L/two-slots")
+async def test_d09_loaded_used_and_unloaded_again(world: World, cycles: int) -> None:
+    warm: dict[str, Use] = {}
+    for number in range(cycles):
+        loras = world.oracle.loras(QV, seed=900 + number % 100)
+        await world.register(Files(config(), keyed(loras)), name="d09")
+        await world.serves("d09", world.oracle.merge(loras, 2.0))
+        assert (await world.api.http.delete("/v1/adapters/d09")).status_code == 200
+        if number == cycles // 2:
+            warm = uses(world)
+    for name, use in uses(world).items():
+        before = warm[name]
+        assert use.kib <= before.kib * 1.05, f"{name}: {before.kib} KiB grew to {use.kib} KiB"
+        assert use.files <= before.files + SLACK, f"{name}: {before.files} open files grew to {use.files}"
+        assert use.threads <= before.threads + SLACK, f"{name}: {before.threads} threads grew to {use.threads}"
+    assert leftovers(world) == []

@@ -157,9 +157,10 @@ def test_push_sends_the_adapters_files_and_prints_the_digest(
 
 def test_push_of_an_address_leaves_the_reading_to_the_gateway(gateway: tuple[str, type[Gateway]]) -> None:
     url, seen = gateway
-    options = ("--name", "a", "--base", "tiny", "--replace", "--url", url)
+    options = ("--name", "a", "--base", "tiny", "--narrow", "BF16", "--replace", "--url", url)
     assert run("adapter", "push", "s3://bucket/a", *options)[:2] == (0, f"a sha256:{1:064}\n")
-    assert json.loads(seen.uploads[0]) == {"source": "s3://bucket/a", "name": "a", "base": "tiny", "replace": True}
+    wish = {"name": "a", "base": "tiny", "narrow": "BF16", "replace": True}
+    assert json.loads(seen.uploads[0]) == {"source": "s3://bucket/a", **wish}
 
 
 def test_a_refused_adapter_is_told_in_the_servers_words(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:

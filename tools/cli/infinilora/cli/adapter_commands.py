@@ -40,19 +40,20 @@ Replace = Annotated[bool, typer.Option("--replace", help="A new version behind a
 
 
 @app.command()
-def push(
+def push(  # noqa: PLR0913 - each is an option
     source: Source,
     name: Name,
     *,
     replace: Replace = False,
     base: Base = "",
+    narrow: Narrow = "",
     tenant: Tenant = "",
     url: Url = "",
     api_key: ApiKey = "",
     var_dir: VarDir = Path(".var"),
 ) -> None:
     """Register an adapter. It is checked against the base model, tensor by tensor, before the name works."""
-    wish = Wish(name, replace, base)
+    wish = Wish(name, replace, base, narrow)
     with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
         record = api.register(source, wish) if "://" in source else _upload(api, Path(source), wish)
     for warning in record.get("warnings", []):

@@ -35,6 +35,7 @@ class Wish(NamedTuple):
     name: str
     replace: bool = False
     base: str = ""
+    narrow: str = ""
 
     def fields(self) -> Json:
         """As the adapter API names them."""
