@@ -159,9 +159,8 @@ def test_what_a_server_answers_is_one_of_our_errors_and_its_words_stay_with_us(
             assert bucket not in str(vars(record))
 
 
-def test_a_redirect_leads_nowhere(blobs: BlobStore, proxy: S3Proxy, s3_server: WeedServer) -> None:
-    elsewhere = {"Location": f"{s3_server.endpoint}/elsewhere"}
-    proxy.fault(Fault(status=307, headers=elsewhere))
+def test_a_redirect_leads_nowhere(blobs: BlobStore, proxy: S3Proxy) -> None:
+    proxy.fault(Fault(status=307, headers={"Location": f"{proxy.endpoint}/elsewhere"}))
     with pytest.raises(Unavailable):
         blobs.get("tenant/x")
     assert len(proxy.asked("GET")) == 1

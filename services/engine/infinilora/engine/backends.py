@@ -103,6 +103,7 @@ def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service
         num_slots=settings.pool_slots,
         cache_dir=settings.var_dir / "cache",
         cache_bytes=settings.cache_bytes,
+        host_bytes=settings.host_bytes,
         device=device,
     )
     logger.info("local pool", extra={"pool_bytes": settings.pool_bytes, "num_slots": settings.pool_slots})

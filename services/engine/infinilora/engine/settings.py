@@ -51,6 +51,9 @@ class Settings(Common):
     """`local` mode: memory for adapters, at their true ranks."""
     pool_slots: int = Field(default=1024, ge=1)
     """`local` mode: adapters in the pool at most."""
+    host_bytes: int = Field(default=0, ge=0)
+    """`local` mode: memory of this machine for whole adapters, between the device's and the disk, pinned where there is
+    a CUDA device. 0: none, which on a CPU is best."""
     cache_bytes: int = Field(default=4 << 30, ge=0)
     """`local` mode: packed files on the local disk, under `var_dir`."""
     loading_patience_s: float = Field(default=30.0, gt=0)
