@@ -32,7 +32,7 @@ def biased(directory: Path, card: BaseCard = CARD, *, dtype: str = "F32", num_sh
     file, dice = open_tensors(directory / TENSORS_FILE), np.random.default_rng(3)
     tensors = {name: np.array(file.read(name)) for name in file.tensors}
     for name in [name for name in tensors if name.endswith("lora_B.weight")]:
-        bias = dice.standard_normal(tensors[name].shape[0]).astype(tensors[name].dtype)
+        bias = dice.standard_normal(tensors[name].shape[:1]).astype(tensors[name].dtype)
         tensors[name.replace(".weight", ".bias")] = bias[: len(bias) - num_short]
         num_short = 0
     write_tensors(directory / TENSORS_FILE, tensors)
