@@ -148,6 +148,11 @@ def test_the_worker_reads_an_archive(tmp_path: Path, card_file: Path) -> None:
     assert "request_too_large" in done.stdout
 
 
+def test_a_source_that_is_not_there_is_not_found(tmp_path: Path, card_file: Path) -> None:
+    done = run_worker(tmp_path / "nothing", card_file, tmp_path / "out")
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (3, "source_not_found")
+
+
 def test_a_full_disk_is_not_the_adapters_fault(tmp_path: Path, card_file: Path) -> None:
     source = write_peft_adapter(tmp_path / "a", CARD, rank=4)
     (tmp_path / "out.part").symlink_to("/dev/full")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
-from infinilora.protocol.errors import InfiniLoraError, Internal, StoreFull, TooLarge, Unavailable
+from infinilora.protocol.errors import InfiniLoraError, Internal, SourceNotFound, StoreFull, TooLarge, Unavailable
 from infinilora.protocol.ingest import IngestReport
 from infinilora.weights.check import MAX_RANK, plan_adapter
 from infinilora.weights.packed import write_packed
@@ -123,6 +123,8 @@ def _directory(options: argparse.Namespace) -> Iterator[Path]:
     if options.source.is_dir():
         yield options.source
         return
+    if not options.source.exists():
+        raise SourceNotFound(f"{options.source.name}: found nothing; wanted a directory or an archive", param="source")
     with tempfile.TemporaryDirectory(prefix="unpacked-", dir=options.out.absolute().parent) as target:
         yield unpack(options.source, Path(target), FileLimits(options.max_bytes))
 
