@@ -90,7 +90,7 @@ class World:
 
     async def register(self, source: Files | Path, *, name: str = "", **extra: Any) -> dict[str, Any]:
         directory = self.place(source) if isinstance(source, Files) else source
-        return await self.api.register(name or f"a{directory.name}", directory, **extra)
+        return await self.api.register(name or f"adapter-{directory.name}", directory, **extra)
 
     async def exact(self, source: Files | Path, changes: Iterable[Change], *, name: str = "") -> dict[str, Any]:
         """The adapter is registered and serves the oracle's numbers, which are far from the base's."""
@@ -115,7 +115,7 @@ class World:
     async def refused(self, source: Files | Path, *says: str, status: Sequence[int] = range(400, 500)) -> str:
         """The adapter is refused in words that hold all of `says`, and nothing of it is listed or served."""
         directory = self.place(source) if isinstance(source, Files) else source
-        body = {"name": f"a{directory.name}", "source": f"file://{directory}"}
+        body = {"name": f"adapter-{directory.name}", "source": f"file://{directory}"}
         return await self.refused_as(body, *says, status=status)
 
     async def refused_as(self, body: dict[str, Any], *says: str, status: Sequence[int] = range(400, 500)) -> str:
