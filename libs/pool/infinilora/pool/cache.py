@@ -251,7 +251,7 @@ class DiskCache:
     def _files(self) -> list[_File]:
         """Whole files and those on their way, the least recently used first."""
         found = []
-        with suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+        with suppress(OSError), os.scandir(self._directory) as entries:  # no directory, or not ours: nothing to count
             for entry in entries:
                 if entry.name.endswith((_SUFFIX, _SCRATCH)):
                     with suppress(FileNotFoundError):  # gone since
