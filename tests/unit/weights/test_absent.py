@@ -12,7 +12,7 @@ from infinilora.weights.check import plan_adapter
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.plan import AdapterPlan
 from infinilora.weights.synth import write_peft_adapter
-from support.cards import tiny_cards
+from support.cards import make_card, tiny_cards
 from support.deltas import rename_tensors, write_source
 
 LLAMA, MIXTRAL = tiny_cards()["llama"], tiny_cards()["mixtral"]
@@ -116,6 +116,20 @@ def test_a_pattern_that_would_also_match_a_fused_name_misses_nothing(tmp_path: P
     write_peft_adapter(tmp_path, LLAMA, rank=4, targets=["v_proj"], config=config)
     rename_tensors(tmp_path, {}, keep=lambda name: "layers.1." in name)
     assert plan_adapter(read_adapter(tmp_path), LLAMA).notes == ()
+
+
+@pytest.mark.parametrize("outer", ["embed_tokens", "lm_head"])
+def test_embedding_and_head_are_of_no_layer(tmp_path: Path, outer: str) -> None:
+    card = make_card("llama", outer=True)
+    targets = ["down_proj", outer]
+    write_peft_adapter(tmp_path, card, rank=4, targets=targets)
+    rename_tensors(tmp_path, {}, keep=lambda name: "layers.0." not in name)
+    with pytest.raises(AdapterInvalid, match="layers 0: found no tensors at all"):
+        plan_adapter(read_adapter(tmp_path), card)
+    write_peft_adapter(tmp_path, card, rank=4, targets=targets)
+    rename_tensors(tmp_path, {}, keep=lambda name: outer not in name)
+    found = plan_adapter(read_adapter(tmp_path), card)
+    assert [row.module.rpartition(".")[2] for row in found.absent] == [outer]
 
 
 def test_nothing_is_missed_where_the_weights_decide(tmp_path: Path) -> None:

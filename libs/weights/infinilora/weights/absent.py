@@ -3,7 +3,7 @@
 Only what every generation of PEFT would have trained counts, and nothing at all where the weights decide.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartGeometry, Site, SiteGeometry
@@ -13,6 +13,7 @@ from infinilora.weights.names import FileNames
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, LoraRules
 
+OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
 _EXPERT = "{expert}"
 
 
@@ -58,11 +59,17 @@ class Expected:
         return parameter is not None and any(self.rules.names_parameter(f"{c}.{parameter}") for c in containers)
 
 
-def refuse_empty_layers(file: str, absent: tuple[PlanRow, ...], card: BaseCard, present: Set[int]) -> None:
-    """Raise AdapterInvalid where a layer is targeted and there is nothing for it: half an adapter was saved."""
-    layers = sorted({row.layer for row in absent if row.layer < card.num_layers} - present)
+def refuse_empty_layers(file: str, absent: tuple[PlanRow, ...], found: Iterable[tuple[int, Site, int]]) -> None:
+    """Raise AdapterInvalid where a layer is targeted and there is nothing for it: half an adapter was saved.
+
+    Embedding and head are of no layer, whatever number they are kept under.
+    """
+    present = {layer for layer, site, _ in found if site not in OUTER_SITES}
+    outer = {site.label for site in OUTER_SITES}
+    within = [row for row in absent if row.site not in outer]
+    layers = sorted({row.layer for row in within} - present)
     if layers:
-        first = next(row.module for row in absent if row.layer == layers[0])
+        first = next(row.module for row in within if row.layer == layers[0])
         raise invalid(
             file,
             f"layers {listed(layers)}",

@@ -38,7 +38,7 @@ def plan_adapter(
     places = Places(adapter, ModuleIndex(card))
     found = places.all()
     absent = Expected(adapter.rules, places.names).absent(card, {key: set(blocks) for key, blocks in found.items()})
-    refuse_empty_layers(adapter.tensors.name, absent, card, {layer for layer, _, _ in found})
+    refuse_empty_layers(adapter.tensors.name, absent, found)
     _check_finite(adapter)
     sites = _sites(card, found, places.biases)
     _check_ranks(adapter, sites, max_rank)

@@ -7,6 +7,7 @@ nothing of how a plan is packed.
 from collections import defaultdict
 
 from infinilora.protocol.adapter import Site, SiteGeometry
+from infinilora.weights.absent import OUTER_SITES
 from infinilora.weights.fused import container_of, establish
 from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
@@ -16,8 +17,6 @@ from infinilora.weights.plan import ALL, Bias, Pair
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, Terms
 from infinilora.weights.stacked import Stacked, stack_of
-
-OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
 
 PartKey = tuple[int, Site, int]
 """Layer, site, number of the part."""
