@@ -1,0 +1,51 @@
+"""What a LoRA server shows of its tiers is what is in them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from infinilora.lora_server.report import show_pool
+from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.runtime.blobs import DirectoryBlobs
+from infinilora.runtime.metrics import LoraServerMetrics, new_registry, render
+from support.cards import make_card
+from support.pools import DefinedKernels, pack
+from support.procs import wait_until
+
+CARD = make_card("llama", num_layers=1)
+
+
+def test_the_gauges_of_the_tiers_rise_and_fall_with_an_adapter(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path / "store")
+    adapter = pack(tmp_path, blobs, CARD, seed=1)
+    config = PoolConfig(
+        base=CARD.fingerprint,
+        num_layers=1,
+        capacity_bytes=1 << 20,
+        num_slots=2,
+        cache_dir=tmp_path / "cache",
+        cache_bytes=1 << 20,
+        host_bytes=1 << 20,
+    )
+    deaths: list[BaseException] = []
+    pool = AdapterPool(config, blobs, DefinedKernels(), on_death=deaths.append)
+    registry = new_registry()
+    no_links: Any = SimpleNamespace(open_links={})
+    show_pool(LoraServerMetrics(registry), pool, no_links)
+
+    def shown(tier: str) -> float:
+        name = f'infinilora_tier_bytes{{tier="{tier}"}} '
+        return next(
+            float(line[len(name) :]) for line in render(registry).decode().splitlines() if line.startswith(name)
+        )
+
+    assert (shown("disk"), shown("host")) == (0, 0)
+    pool.stage(adapter.digest)
+    wait_until(lambda: (tmp_path / "cache" / f"{adapter.digest[7:]}.safetensors").exists(), "the cache file")
+    wait_until(lambda: pool.resident() == (adapter.digest,), "the hint to be followed")
+    assert shown("disk") == adapter.path.stat().st_size
+    assert shown("host") > 0
+    pool.forget(adapter.digest)
+    wait_until(lambda: (shown("disk"), shown("host")) == (0, 0), "the tiers to be empty")
+    pool.close()
+    assert not deaths
