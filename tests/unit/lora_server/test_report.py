@@ -41,7 +41,7 @@ def test_the_gauges_of_the_tiers_rise_and_fall_with_an_adapter(tmp_path: Path) -
 
     assert (shown("disk"), shown("host")) == (0, 0)
     pool.stage(adapter.digest)
-    wait_until(lambda: (tmp_path / "cache" / f"{adapter.digest[7:]}.safetensors").exists(), "the cache file")
+    wait_until((tmp_path / "cache" / f"{adapter.digest[7:]}.safetensors").exists, "the cache file")
     wait_until(lambda: pool.resident() == (adapter.digest,), "the hint to be followed")
     assert shown("disk") == adapter.path.stat().st_size
     assert shown("host") > 0
