@@ -13,7 +13,7 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, assume, given, settings
 from peft import PeftModel
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import Embedding, LoraLayer, ParamWrapper
 
 from infinilora.protocol.adapter import BaseCard, Site
 from support.explicit_merge import Deltas, disagreement, explicit_deltas
@@ -69,6 +69,9 @@ def peft_deltas(model: Any, directory: Path) -> Deltas:
 
 def _by_module(name: str, layer: Any) -> Iterator[tuple[str, Any]]:
     delta = layer.get_delta_weight("default").detach().double().numpy()
+    if isinstance(layer, Embedding):
+        yield name, delta.T
+        return
     if not isinstance(layer, ParamWrapper) or delta.ndim == 2:
         yield name, delta
         if not isinstance(layer, ParamWrapper) and (bias := layer.lora_B["default"].bias) is not None:
@@ -83,7 +86,7 @@ def _by_module(name: str, layer: Any) -> Iterator[tuple[str, Any]]:
 
 def has_names_of_peft(adapter: Adapter) -> bool:
     """Other names in a file PEFT drops without an error."""
-    form = re.compile(r"base_model\.model\.model\..+\.lora_[AB](\.default)?\.(weight|bias)")
+    form = re.compile(r"base_model\.model\.model\..+\.lora_(embedding_[AB]|([AB](\.default)?\.(weight|bias)))")
     return all(form.fullmatch(name) for name in adapter.tensors)
 
 

@@ -47,6 +47,8 @@ _INITS_THAT_KEEP_THE_BASE = {"gaussian", "eva", "orthogonal"}
 
 _WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))??(?P<weight>\.weight)?")
+_EMBEDDING = "embed_tokens"
+_EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))?")
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 STACKED = ("gate_up_proj", "down_proj")
@@ -136,7 +138,8 @@ def targets_module(config: Config, name: str, *, old_peft: bool = False) -> bool
     if targets is None:
         return not config.get("target_parameters")  # nothing said at all: what is in the file is what was trained
     if isinstance(targets, str):
-        return targets.lower() == "all-linear" or re.fullmatch(targets, name) is not None
+        is_linear = name != "lm_head" and not name.endswith(_EMBEDDING)
+        return (targets.lower() == "all-linear" and is_linear) or re.fullmatch(targets, name) is not None
     if name in targets:
         return True  # what is named in full is adapted whatever its layer
     return _is_named(targets, name) and _is_in_layers(config, name, last=old_peft)
@@ -228,9 +231,12 @@ def _pairs(tensors: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
     prefixes, adapters = set(), set()
     for key, tensor in tensors.items():
         bare = _unwrapped(key)
-        parts = _KEY.fullmatch(bare)
-        if parts is None or (parts["weight"] is None and tensor.ndim != 3):
+        parts = _EMBEDDING_KEY.fullmatch(bare) or _KEY.fullmatch(bare)
+        is_embedding = parts is not None and parts.re is _EMBEDDING_KEY
+        if parts is None or not (is_embedding or parts["weight"] or tensor.ndim == 3):
             raise NoMeaning(f"{key} is no half of a pair")
+        if is_embedding != parts["module"].endswith(_EMBEDDING):
+            raise NoMeaning(f"{key} takes a matrix for a table, or a table for a matrix")
         prefixes.add(key.removesuffix(bare))
         adapters.add(parts["adapter"])
         pair = found.setdefault(parts["module"], _Pair())
@@ -325,6 +331,8 @@ class _Reader:
             if key.removesuffix("bias") + "weight" not in tensors:
                 raise NoMeaning(f"{key} stands alone")
             name = parts["module"]
+            if name.endswith(_EMBEDDING):
+                raise NoMeaning("PEFT has no lora_bias for embeddings")
             rows = self._rows(self._card_name(name))
             if bias.shape != (sum(self._base[row].out_dim for row in rows),):
                 raise NoMeaning(f"{key} is {bias.shape}")
@@ -333,10 +341,12 @@ class _Reader:
 
     def demand_every_layer(self, deltas: Deltas, *, old_mixtral: bool) -> None:
         """A layer that the config adapts and the file is silent about is a broken save, not an adapter."""
-        seen = {self._base[module.removesuffix(".bias")].layer for module in deltas}
+        seen = {self._base[module.removesuffix(".bias")].layer for module in deltas if ".layers." in module}
         for module, projection in self._base.items():
-            if projection.layer not in seen and any(
-                self._is_targeted(name) for name in self._trainers_names(module, old_mixtral=old_mixtral)
+            if (
+                ".layers." in module
+                and projection.layer not in seen
+                and any(self._is_targeted(name) for name in self._trainers_names(module, old_mixtral=old_mixtral))
             ):
                 raise NoMeaning(f"layer {projection.layer} is targeted ({module}) and absent")
 
@@ -353,7 +363,6 @@ class _Reader:
             old = {new: old for old, new in _MIXTRAL.items()}
             parent = parent.replace(".mlp", ".block_sparse_moe")
             yield f"{parent}.{old.get(leaf, leaf)}"
-            yield f"{parent.partition('.experts.')[0]}.{old.get(leaf, leaf)}"
             return
         yield module
         yield f"{module}.weight"

@@ -49,6 +49,7 @@ _BASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {**_TINY, "intermediate": 24}),
     ("llama", {**_SQUARE_ATTENTION, "intermediate": 16, "num_layers": 1}),
     ("llama", {"hidden": 8, "heads": 1, "kv_heads": 1, "head_dim": 4, "intermediate": 12, "num_layers": 11}),
+    ("llama", {**_TINY, "intermediate": 24, "vocab_size": 40, "outer": True}),
     ("qwen3_moe", {**_TINY, "intermediate": 12, "num_experts": 4}),
     ("qwen3_moe", {**_TINY, "intermediate": 8, "num_experts": 3}),  # gate_up is square
     ("qwen3_moe", {**_SQUARE_ATTENTION, "intermediate": 16, "num_experts": 2}),  # down is square
@@ -60,6 +61,8 @@ _BASES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 BASES = range(len(_BASES))
 KINDS = tuple(kind for kind, _ in _BASES)
+OUTSIDE = -1
+EMBEDDING = "embed_tokens"
 PREFIX = "base_model.model."
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _DTYPES: tuple[Any, ...] = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -122,6 +125,7 @@ class Unit:
     rule_name: str
     """The name that targets and patterns are matched against: the parameter's, where one is wrapped."""
     layer: int
+    """OUTSIDE: the embedding and lm_head."""
     in_dim: int
     out_dim: int
     num_experts: int = 0
@@ -154,8 +158,9 @@ def _singles(base: int, layout: Layout) -> Iterator[Unit]:
         name = module if is_flat else _trainers_name(base, module)
         if is_flat and one.site == "router":
             yield Unit(name, f"{name}.weight", one.layer, one.in_dim, one.out_dim, is_parameter=True)
-        elif one.site != "embed":
-            yield Unit(name, name, one.layer, one.in_dim, one.out_dim)
+        else:
+            layer = one.layer if ".layers." in name else OUTSIDE
+            yield Unit(name, name, layer, one.in_dim, one.out_dim)
 
 
 def _trainers_name(base: int, module: str) -> str:
@@ -254,7 +259,9 @@ def _targets(draw: Draw, chosen: Sequence[Unit]) -> Any:
     """`target_modules` that cover at least the chosen units; None and "all-linear" among them."""
     names = [unit.rule_name for unit in chosen]
     leaves = sorted({_leaf(name) for name in names})
-    match draw(st.sampled_from(("suffix", "suffix", "dotted", "regex", "all-linear", "absent", "full"))):
+    is_outside = any(unit.layer == OUTSIDE for unit in chosen)  # all-linear is of the layers alone
+    linear = "full" if is_outside else "all-linear"
+    match draw(st.sampled_from(("suffix", "suffix", "dotted", "regex", linear, "absent", "full"))):
         case "suffix":
             return draw(st.permutations(leaves))
         case "dotted":
@@ -263,7 +270,7 @@ def _targets(draw: Draw, chosen: Sequence[Unit]) -> Any:
         case "regex":
             either = "|".join(leaves)
             forms = (rf".*\.({either})", rf"model\.layers\.\d+\..*({either})$", rf"(?:.*?)[.](?:{either})")
-            return draw(st.sampled_from(forms))
+            return rf"(.*\.)?({either})" if is_outside else draw(st.sampled_from(forms))
         case "all-linear":
             return draw(st.sampled_from(("all-linear", "all-linear", "All-Linear")))
         case "full":
@@ -289,7 +296,7 @@ def _patterns(draw: Draw, names: Sequence[str], values: st.SearchStrategy[Any]) 
             rf"{re.escape(within)}\..*{leaf}",
             rf"[a-z]*{leaf[1:]}",
             rf"({leaf}|o_proj)",
-            rf"^{re.escape(name)}",
+            rf"^{re.escape(name)}" if layer else name,
             rf"layers\.\d+\..*\.{leaf}",
             leaf[1:],
             f"{name}.nothing",
@@ -312,10 +319,12 @@ def adapters(draw: Draw, *, kinds: Sequence[str] = tuple(LAYOUTS), layouts: Sequ
     leaves = sorted({_leaf(unit.name) for unit in everything})
     wanted = draw(st.sets(st.sampled_from(leaves), min_size=1))
     chosen = [unit for unit in everything if _leaf(unit.name) in wanted]
-    if layout == "mlx":
+    if layout == "mlx" and any(unit.layer != OUTSIDE for unit in chosen):
         return _mlx_adapter(draw, base, chosen)
     config = _config(draw, layout, chosen, everything)
     held = _held(draw, config, everything)
+    if any(unit.name.endswith(EMBEDDING) for unit in held):
+        config["lora_bias"] = False  # PEFT has none for embeddings
     is_plain, has_meaning = _can_be_read(config, layout, held)
     is_biased_expert = config.get("lora_bias") and any(".experts." in unit.name for unit in held)
     return Adapter(
@@ -383,7 +392,7 @@ def _narrow(draw: Draw, config: dict[str, Any], everything: Sequence[Unit]) -> N
     if (exclude := draw(st.sampled_from(excludes))) is not None:
         limits["exclude_modules"] = exclude
     if isinstance(targets, list) and draw(st.integers(0, 2)) == 0:
-        layers = sorted({unit.layer for unit in everything})
+        layers = sorted({unit.layer for unit in everything if unit.layer != OUTSIDE})
         some = draw(st.lists(st.sampled_from(layers), min_size=1, unique=True))
         limits["layers_to_transform"] = some[0] if draw(st.booleans()) else some
         pattern = draw(st.sampled_from((None, "layers", ["layers"], ["h", "layers"], "", [])))
@@ -450,7 +459,9 @@ def _tensors(draw: Draw, config: dict[str, Any], layout: Layout, held: Sequence[
                 values[...] = 0.0
             if is_blocked and _leaf(unit.name) == "gate_up_proj" and _out_half(layout) == half:
                 _clear_corners(values, unit, layout)
-            tensors[f"{prefix}{module}.lora_{half}{tail}"] = values.astype(dtype or _DTYPES[dice.integers(3)])
+            table = unit.name.endswith(EMBEDDING)
+            key = f"lora_embedding_{half}{infix}" if table else f"lora_{half}{tail}"
+            tensors[f"{prefix}{module}.{key}"] = values.astype(dtype or _DTYPES[dice.integers(3)])
     return tensors
 
 
@@ -512,6 +523,7 @@ def _mlx_adapter(draw: Draw, base: int, held: Sequence[Unit]) -> Adapter:
     tensors = {
         f"{unit.name}.lora_{half}": (dice.standard_normal(shape) * 0.2).astype(dtype)
         for unit in held
+        if unit.layer != OUTSIDE
         for half, shape in (("a", (unit.in_dim, rank)), ("b", (rank, unit.out_dim)))
     }
     return Adapter(base, config, tensors, must_serve=True, notes=(KINDS[base], "mlx"), file_name=MLX_TENSORS_NAME)
