@@ -16,14 +16,15 @@ from support.faulty_adapters import faulty
 from support.random_adapters import Adapter, adapters
 
 
-def settings_for(examples: int) -> settings:
+def settings_for(examples: int, *, is_soak: bool = False) -> settings:
+    """The suite draws the same examples each time, so that it judges the change; the soak draws new ones."""
     slow = [
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
         HealthCheck.large_base_example,
         HealthCheck.filter_too_much,
     ]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=slow)
+    return settings(max_examples=examples, deadline=None, suppress_health_check=slow, derandomize=not is_soak)
 
 
 def meaning(directory: Path, adapter: Adapter) -> Deltas | NoMeaning:
@@ -102,14 +103,14 @@ def test_one_fault_is_refused_or_served_as_the_file_then_says(adapter: Adapter) 
 
 
 @pytest.mark.soak
-@settings_for(20_000)
+@settings_for(20_000, is_soak=True)
 @given(adapters())
 def test_any_of_many_adapters_is_packed_as_its_explicit_merge(adapter: Adapter) -> None:
     check_good(adapter)
 
 
 @pytest.mark.soak
-@settings_for(20_000)
+@settings_for(20_000, is_soak=True)
 @given(faulty(adapters()))
 def test_one_of_many_faults_is_refused_or_served_as_the_file_then_says(adapter: Adapter) -> None:
     check_faulty(adapter)

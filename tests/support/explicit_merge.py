@@ -271,7 +271,10 @@ def _read_mlx(directory: Path, base: dict[str, Projection]) -> Deltas:
     if config.get("fine_tune_type", "lora") != "lora" or "peft_type" in config:
         raise NoMeaning("not plain LoRA of mlx-lm")
     tensors, deltas = _read_tensors(directory / MLX_TENSORS_NAME), Deltas()
-    scale, rank = float(config["lora_parameters"]["scale"]), int(config["lora_parameters"]["rank"])
+    parameters = config.get("lora_parameters") or {}
+    if not {"scale", "rank"} <= parameters.keys():
+        raise NoMeaning("mlx-lm's own defaults are not in the file")
+    scale, rank = float(parameters["scale"]), int(parameters["rank"])
     for module in sorted({key.rpartition(".")[0] for key in tensors}):
         a, b = tensors.pop(f"{module}.lora_a", None), tensors.pop(f"{module}.lora_b", None)
         if a is None or b is None or module not in base:
@@ -343,11 +346,12 @@ class _Reader:
         """A layer that the config adapts and the file is silent about is a broken save, not an adapter."""
         seen = {self._base[module.removesuffix(".bias")].layer for module in deltas if ".layers." in module}
         for module, projection in self._base.items():
-            if (
-                ".layers." in module
-                and projection.layer not in seen
-                and any(self._is_targeted(name) for name in self._trainers_names(module, old_mixtral=old_mixtral))
-            ):
+            if ".layers." not in module or projection.layer in seen:
+                continue
+            names = list(self._trainers_names(module, old_mixtral=old_mixtral))
+            if self._is_any_excluded(names):
+                continue
+            if any(self._is_targeted(name) for name in names):
                 raise NoMeaning(f"layer {projection.layer} is targeted ({module}) and absent")
 
     def _card_name(self, name: str) -> str:
@@ -369,6 +373,9 @@ class _Reader:
         yield from (f"{parent}.{joined}" for joined, parts in _JOINED.items() if leaf in parts)
         if expert := re.fullmatch(r"(.+\.experts)\.\d+", parent):
             yield f"{expert[1]}.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}"
+
+    def _is_any_excluded(self, names: Sequence[str]) -> bool:
+        return any(_is_excluded(self._config.get("exclude_modules"), name) for name in names)
 
     def _is_targeted(self, name: str) -> bool:
         if self._config.get("target_modules") is None and not self._config.get("target_parameters"):

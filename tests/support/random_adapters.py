@@ -296,7 +296,7 @@ def _patterns(draw: Draw, names: Sequence[str], values: st.SearchStrategy[Any]) 
             rf"{re.escape(within)}\..*{leaf}",
             rf"[a-z]*{leaf[1:]}",
             rf"({leaf}|o_proj)",
-            rf"^{re.escape(name)}" if layer else name,
+            rf"^{re.escape(name)}",
             rf"layers\.\d+\..*\.{leaf}",
             leaf[1:],
             f"{name}.nothing",
@@ -374,6 +374,10 @@ def _config(draw: Draw, layout: Layout, chosen: Sequence[Unit], everything: Sequ
     return _dress(draw, config, has_parameters=bool(parameters))
 
 
+MANY_TARGETS = 20
+"""From so many on PEFT rewrites `target_modules`."""
+
+
 def _narrow(draw: Draw, config: dict[str, Any], everything: Sequence[Unit]) -> None:
     """`exclude_modules` and `layers_to_transform`, where they leave something and PEFT allows them."""
     targets = config.get("target_modules")
@@ -391,7 +395,8 @@ def _narrow(draw: Draw, config: dict[str, Any], everything: Sequence[Unit]) -> N
         excludes += ([name], rf"model\.layers\.0\..*{leaf}")
     if (exclude := draw(st.sampled_from(excludes))) is not None:
         limits["exclude_modules"] = exclude
-    if isinstance(targets, list) and draw(st.integers(0, 2)) == 0:
+    # PEFT shortens twenty names and more to their endings, and then the layers count for full names too.
+    if isinstance(targets, list) and len(targets) < MANY_TARGETS and draw(st.integers(0, 2)) == 0:
         layers = sorted({unit.layer for unit in everything if unit.layer != OUTSIDE})
         some = draw(st.lists(st.sampled_from(layers), min_size=1, unique=True))
         limits["layers_to_transform"] = some[0] if draw(st.booleans()) else some

@@ -190,7 +190,7 @@ def _json(file: str, data: bytes) -> dict[str, Any]:
 def _plain(module: str) -> str:
     """A module's name without what training wrapped around its parents, and without the prefixes of the whole."""
     names = [name for name in module.split(".") if name not in _WRAPPERS]
-    while names[:2] == ["model", "model"]:
+    while names[:2] in (["model", "model"], ["model", "lm_head"]):  # the head lies beside the base's `model`
         names = names[1:]
     return ".".join(names)
 

@@ -67,7 +67,7 @@ def fp32_peak(threads: int, *, tries: int = 8) -> float:
         return _matmul_peak(threads, tries=tries)
     cpu_ops.set_threads(threads)
     flops = library.il_measure_flops(FLOPS_STEPS)
-    return flops / _best(lambda: library.il_measure_flops(FLOPS_STEPS), tries=tries)
+    return float(flops) / _best(lambda: library.il_measure_flops(FLOPS_STEPS), tries=tries)
 
 
 def _matmul_peak(threads: int, *, size: int = 1536, tries: int) -> float:
