@@ -226,6 +226,7 @@ class WeedServer(Server):
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-master.telemetry=false",
+            "-master.volumeSizeLimitMB=16",  # eight a bucket, counted against the disk: 56 buckets at 128
         ]
 
     @override
