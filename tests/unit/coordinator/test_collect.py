@@ -80,6 +80,13 @@ class World:
             clock=self.clock,
         )
 
+    async def condemn(self, name: str, digest: Digest) -> None:
+        """A name that was, and the grace time after it: the next round drops its digest."""
+        await self.register(name, digest)
+        await self.ledger.delete("t", name)
+        await self.rounds()
+        self.clock.now += GRACE_S
+
     async def register(self, name: str, digest: Digest) -> None:
         self.blobs.put(keys.packed(digest), b"packed")
         await self.ledger.watch(digest)
@@ -199,10 +206,7 @@ async def test_nothing_is_taken_for_dropped_that_is_not(tmp_path: Path) -> None:
 
 async def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
-        await world.register("one", A)
-        await world.ledger.delete("t", "one")
-        await world.rounds()
-        world.clock.now += GRACE_S
+        await world.condemn("one", A)
         world.blobs.is_away = True
         await world.rounds()
         assert await world.condemned() == [A]
@@ -259,10 +263,7 @@ async def test_a_file_that_never_got_a_name_is_deleted(tmp_path: Path) -> None:
 async def test_a_registration_at_any_moment_of_a_collection_keeps_the_file(tmp_path: Path, moment: str) -> None:
     """The collector is interrupted by a whole registration of the same content, just before each of its steps."""
     async with a_world(tmp_path) as world:
-        await world.register("one", A)
-        await world.ledger.delete("t", "one")
-        await world.rounds()
-        world.clock.now += GRACE_S
+        await world.condemn("one", A)
         method = {"records read": "get_many", "registry read": "counter", "dying written": "swap"}[moment]
         world.registry._store = world.collector._store = _interrupted(
             world.store, method, lambda: world.register("again", A)
@@ -278,10 +279,7 @@ async def test_a_registration_that_meets_a_dying_digest_waits_and_then_stores_it
 ) -> None:
     monkeypatch.setattr("infinilora.gateway.ledger.DYING_PAUSE_S", 0.0)
     async with a_world(tmp_path) as world:
-        await world.register("one", A)
-        await world.ledger.delete("t", "one")
-        await world.rounds()
-        world.clock.now += GRACE_S
+        await world.condemn("one", A)
         await world.rounds(1)
         assert await world.state(A) == "dying"
         with pytest.raises(Unavailable, match="being deleted"):
@@ -294,10 +292,7 @@ async def test_a_registration_that_meets_a_dying_digest_waits_and_then_stores_it
 
 async def test_a_deposed_leader_deletes_nothing(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
-        await world.register("one", A)
-        await world.ledger.delete("t", "one")
-        await world.rounds()
-        world.clock.now += GRACE_S
+        await world.condemn("one", A)
         await world.rounds(1)
         await world.leadership.resign()
         await world.collector.round(1)
@@ -306,10 +301,7 @@ async def test_a_deposed_leader_deletes_nothing(tmp_path: Path) -> None:
 
 async def test_a_collection_in_the_middle_of_a_registration_is_noticed(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
-        await world.register("one", A)
-        await world.ledger.delete("t", "one")
-        await world.rounds()
-        world.clock.now += GRACE_S
+        await world.condemn("one", A)
         world.ledger._store = _interrupted(world.store, "swap", world.rounds)
         content = Content(BASE, A, source="", num_bytes=6, max_rank=1, num_tensors=2, may_replace=False)
         await world.ledger.point("t", "again", content)

@@ -89,13 +89,13 @@ async def test_a_file_that_is_cut_while_it_is_mapped_is_not_a_fault_of_ours(
 
 
 PARENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 child = subprocess.Popen(
     [sys.executable, "-IS", sys.argv[1], str(os.getpid()), "512", "60", sys.executable, "-c",
      "import signal; print('up', flush=True); signal.pause()"],
 )
 print(child.pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 

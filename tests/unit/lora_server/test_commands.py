@@ -39,6 +39,7 @@ def pool(tmp_path: Path) -> Iterator[AdapterPool]:
     pool.check()
     pool.close()
     assert not deaths
+    assert not deaths
 
 
 def order(epoch: int, body: Stage | Evict | Pin | Drain | Forget) -> Command:
