@@ -1,7 +1,7 @@
 """make bench-attached: base-only traffic with LoRA servers attached, over the same engine with no LoRA (law 5).
 
-Two engines that are alike differ by up to 5 % for as long as they live (where their memory came to lie), so both systems
-are started anew for every pair, in turned order, and the figure is the median over pairs.
+Two engines that are alike differ by up to 5 % for as long as they live, so both systems are started anew for every
+pair, in turned order, and the figure is the median over pairs.
 """
 
 from contextlib import AsyncExitStack
