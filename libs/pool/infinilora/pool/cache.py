@@ -85,6 +85,7 @@ class CacheWriter:
         if self._fd is None:
             return
         try:
+            _mark_used(self._fd)
             os.fsync(self._fd)
             # Shared from here on: not to be swept as a dead writer's, and open to readers once it has its name.
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,8 +153,7 @@ class DiskCache:
         except OSError:
             os.close(fd)
             return None
-        with suppress(OSError):  # a directory that cannot be written is still read
-            os.utime(fd)
+        _mark_used(fd)
         return CachedFile(digest, fd)
 
     def writer(self, digest: Digest, num_bytes: int) -> CacheWriter | None:
@@ -281,6 +281,13 @@ class DiskCache:
             yield
         finally:
             os.close(fd)
+
+
+def _mark_used(fd: int) -> None:
+    """Now, to the nanosecond: what the file system itself would write is the time of its latest tick."""
+    now_ns = time.time_ns()
+    with suppress(OSError):  # a directory that cannot be written is still read
+        os.utime(fd, ns=(now_ns, now_ns))
 
 
 def _hex(digest: Digest) -> str:
