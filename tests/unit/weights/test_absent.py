@@ -111,6 +111,14 @@ def test_a_missing_layer_of_fused_or_stacked_modules_is_refused(tmp_path: Path, 
         plan_adapter(read_adapter(together(tmp_path / "b", name, 1)), card)
 
 
+@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj", "mlp.experts.w2", "block_sparse_moe.w2"])
+def test_a_missing_layer_of_a_parameter_is_refused(tmp_path: Path, name: str) -> None:
+    by_parameter = {"target_modules": [], "target_parameters": [name]}
+    assert not plan_adapter(read_adapter(together(tmp_path / "a", name, 2, **by_parameter)), MIXTRAL).absent
+    with pytest.raises(AdapterInvalid, match="layers 1: found no tensors at all"):
+        plan_adapter(read_adapter(together(tmp_path / "b", name, 1, **by_parameter)), MIXTRAL)
+
+
 def test_a_pattern_that_would_also_match_a_fused_name_misses_nothing(tmp_path: Path) -> None:
     config = {"target_modules": r".*v_proj", "exclude_modules": ["model.layers.0.self_attn.v_proj"]}
     write_peft_adapter(tmp_path, LLAMA, rank=4, targets=["v_proj"], config=config)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartGeometry, Site, SiteGeometry
 from infinilora.protocol.ingest import PlanRow
-from infinilora.weights.fused import PARAMETER
-from infinilora.weights.names import FileNames
+from infinilora.weights.names import FileNames, parameters_of
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, LoraRules
 
@@ -36,7 +35,7 @@ class Expected:
     def _rows(self, site: SiteGeometry, part: PartGeometry, found: Set[int]) -> Iterator[PlanRow]:
         blocks = [block for block in range(site.num_experts or 1) if block not in found]
         spellings = self.names.spellings(part.module)
-        missing = [block for block in blocks if self._is_targeted(site, spellings, block)]
+        missing = [block for block in blocks if self._is_targeted(spellings, block)]
         if missing:
             of_experts = f" for experts {listed(missing)} of {site.num_experts}" if site.num_experts else ""
             yield PlanRow(
@@ -48,15 +47,13 @@ class Expected:
                 reason=f"targeted by {CONFIG_FILE}, without tensors{of_experts}",
             )
 
-    def _is_targeted(self, site: SiteGeometry, spellings: tuple[str, ...], block: int) -> bool:
+    def _is_targeted(self, spellings: tuple[str, ...], block: int) -> bool:
         names = [name.replace(_EXPERT, str(block)) for name in spellings]
         if any(self.rules.excludes(name) for name in names):
             return False
         if any(self.rules.surely_targets(name) for name in names):
             return True
-        parameter = PARAMETER.get(site.site)
-        containers = (name.partition(f".{_EXPERT}")[0] for name in spellings)
-        return parameter is not None and any(self.rules.names_parameter(f"{c}.{parameter}") for c in containers)
+        return any(self.rules.names_parameter(stack) for name in spellings for stack in parameters_of(name))
 
 
 def refuse_empty_layers(file: str, absent: tuple[PlanRow, ...], found: Iterable[tuple[int, Site, int]]) -> None:

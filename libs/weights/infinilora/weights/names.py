@@ -117,6 +117,18 @@ class FileNames:
                 yield f"{found['layer']}{parent}.{leaf}"
 
 
+def parameters_of(projection: str) -> Iterator[str]:
+    """The parameters of all experts that may hold a projection `...experts.{expert}.NAME`; none for any other."""
+    container, found, leaf = projection.partition(_ANY_EXPERT)
+    if not found:
+        return
+    today = MIXTRAL.get(leaf, leaf)
+    wholes = (joined for joined, parts in JOINS.items() if today in parts)
+    yield from (f"{container}.{name}" for name in (today, *wholes))
+    if earlier := _EARLIER.get(today):
+        yield from (f"{container}.{earlier}", f"{container.removesuffix('.experts')}.{earlier}")
+
+
 class ModuleIndex:
     """Every projection of a base model by name. Pure and immutable after construction."""
 
