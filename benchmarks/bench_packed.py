@@ -26,8 +26,9 @@ from infinilora.pool.host import HostTier
 from infinilora.pool.tiers import Tiers
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+from infinilora.protocol.ingest import MAX_RANK
 from infinilora.runtime.blobs import DirectoryBlobs
-from infinilora.weights.check import MAX_RANK, plan_adapter
+from infinilora.weights.check import plan_adapter
 from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, write_packed
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.synth import write_peft_adapter

@@ -1,5 +1,6 @@
 """Class A, the files: side files, pickles, damage, prefixes of a bucket."""
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -65,14 +66,20 @@ async def test_a24_ranks_beyond_the_limit_and_beyond_the_width(world: World) -> 
     def ranked(rank: int) -> Files:
         return Files(settings | {"r": rank, "lora_alpha": rank}, keyed(world.oracle.loras([q0, q1], rank=rank)))
 
-    uneven = world.oracle.loras([q0], rank=640) | world.oracle.loras([q1], rank=8)
-    pattern = settings | {"r": 8, "rank_pattern": {"layers.0.self_attn.q_proj": 640}}
+    def uneven(rank: int) -> Files:
+        loras = world.oracle.loras([q0], rank=rank) | world.oracle.loras([q1], rank=8)
+        pattern = {"layers.0.self_attn.q_proj": rank}
+        return Files(settings | {"r": 8, "rank_pattern": pattern}, keyed(loras))
+
     wide = world.oracle.loras([q0, q1], rank=64)
+    api = await world.factory.another_gateway("gateway-a24", {"INFINILORA_MAX_RANK": "64"})
+    strict = dataclasses.replace(world, api=api, root=world.root / "a24")
     await each(
         world.refused(ranked(513), "513", "512"),
-        world.refused(Files(pattern, keyed(uneven)), "640", "512"),
-        world.refused(ranked(1024), "1024", "512"),
-        world.exact(Files(settings | {"r": 64, "lora_alpha": 64}, keyed(wide)), world.oracle.merge(wide, 1.0)),
+        strict.refused(ranked(65), "65", "64", "INFINILORA_MAX_RANK"),
+        strict.refused(uneven(128), "128", "64"),
+        strict.refused(ranked(1024), "1024", "64"),
+        strict.exact(Files(settings | {"r": 64, "lora_alpha": 64}, keyed(wide)), world.oracle.merge(wide, 1.0)),
         world.serves("good", world.good),
         world.serves("tiny"),
     )

@@ -10,6 +10,8 @@ from infinilora.cli.__main__ import app
 from infinilora.cli.terminal import REFUSED, UNREACHABLE
 from support.cases import Files, Oracle, config, keyed, make_base, modules
 
+USAGE = 2
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,6 +59,17 @@ def test_what_is_refused_is_told_in_the_words_of_registration(model: Path, oracl
     code, out, _ = check(adapter, model, "--json")
     told = json.loads(out)
     assert (code, told["servable"], told["error"]["code"]) == (REFUSED, False, "adapter_invalid")
+
+
+def test_the_gateways_limit_of_rank_can_be_asked_for(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    settings = config(r=65, lora_alpha=65, target_modules=["q_proj"])
+    adapter = Files(settings, keyed(oracle.loras(modules("q_proj"), rank=65))).write(tmp_path / "a")
+    assert check(adapter, model)[0] == 0
+    assert check(adapter, model, "--max-rank", "65")[0] == 0
+    code, _, err = check(adapter, model, "--max-rank", "64")
+    assert code == REFUSED
+    assert "found 65; wanted at most 64 (INFINILORA_MAX_RANK)" in " ".join(err.split())
+    assert check(adapter, model, "--max-rank", "0")[0] == USAGE
 
 
 def test_where_the_model_cannot_be_read_nobody_knows(oracle: Oracle, tmp_path: Path) -> None:

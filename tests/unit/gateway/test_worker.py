@@ -47,6 +47,14 @@ async def test_narrowing_is_part_of_the_digest_and_measured(tmp_path: Path) -> N
         await pack_adapter(source, CARD, tmp_path, IngestLimits(), narrow="int4")
 
 
+async def test_the_operators_limit_of_rank_is_kept_by_the_worker_and_named(tmp_path: Path) -> None:
+    source = adapter(tmp_path)
+    taken, _ = await pack_adapter(source, CARD, tmp_path, IngestLimits(max_rank=4))
+    assert taken.manifest.max_rank == 4
+    with pytest.raises(AdapterInvalid, match=r"rank: found 4; wanted at most 3 \(INFINILORA_MAX_RANK\)"):
+        await pack_adapter(source, CARD, tmp_path, IngestLimits(max_rank=3))
+
+
 async def test_an_archive_is_held_against_the_limit_in_the_worker(tmp_path: Path) -> None:
     source = adapter(tmp_path)
     with tarfile.open(tmp_path / "archive", "w:gz") as archive:

@@ -11,6 +11,9 @@ import msgspec
 from infinilora.protocol.adapter import AdapterWarning, Manifest
 from infinilora.protocol.ids import Digest
 
+MAX_RANK = 512
+"""The highest rank that is taken where the operator says no other: `INFINILORA_MAX_RANK` of the gateway."""
+
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of one module of the adapter; of the experts of a layer together where they are alike."""

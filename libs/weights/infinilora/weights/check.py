@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
+from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
 from infinilora.weights.names import ModuleIndex
@@ -20,7 +21,6 @@ from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import NUMPY_DTYPES, all_finite
 
-MAX_RANK = 512
 MAX_GAIN = 1e9
 """What may be multiplied into fp32 factors for an expert whose scale is not that of the others."""
 WHOLE_MODULES = ("lm_head", "embed_tokens")
@@ -146,7 +146,7 @@ def _check_ranks(adapter: PeftAdapter, sites: tuple[SitePlan, ...], max_rank: in
                     adapter.tensors.name,
                     f"tensor {tensor} rank",
                     found=part.entry.rank,
-                    wanted=f"at most {max_rank}",
+                    wanted=f"at most {max_rank} (INFINILORA_MAX_RANK)",
                 )
 
 

@@ -22,8 +22,8 @@ import msgspec
 
 from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
 from infinilora.protocol.errors import InfiniLoraError, Internal, SourceNotFound, StoreFull, TooLarge, Unavailable
-from infinilora.protocol.ingest import IngestReport
-from infinilora.weights.check import MAX_RANK, plan_adapter
+from infinilora.protocol.ingest import MAX_RANK, IngestReport
+from infinilora.weights.check import plan_adapter
 from infinilora.weights.packed import write_packed
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.refuse import invalid
@@ -150,7 +150,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--card", type=Path, required=True, help="the base card, JSON")
     parser.add_argument("--out", type=Path, required=True, help="the packed file to write")
     parser.add_argument("--narrow", choices=("BF16", "F16"), help="pack in a smaller dtype; not exact")
-    parser.add_argument("--max-rank", type=int, default=MAX_RANK)
+    parser.add_argument("--max-rank", type=int, default=MAX_RANK, help="of any module; higher ones are refused")
     parser.add_argument("--max-bytes", type=int, default=FileLimits().max_bytes, help="of an archive, unpacked")
     return parser.parse_args(argv)
 

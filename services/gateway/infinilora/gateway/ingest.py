@@ -25,7 +25,7 @@ from infinilora.protocol.errors import (
     WireError,
     from_wire,
 )
-from infinilora.protocol.ingest import IngestReport
+from infinilora.protocol.ingest import MAX_RANK, IngestReport
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,13 @@ NARROW = ("BF16", "F16")
 
 
 class IngestLimits(NamedTuple):
-    """What one ingest may use: address space, processor seconds, wall-clock seconds, bytes of an archive unpacked."""
+    """What one ingest may use (address space, processor and wall-clock seconds) and take (bytes unpacked, rank)."""
 
     memory_mb: int = 8192
     cpu_s: int = 300
     wall_s: float = 600.0
     max_bytes: int = 16 << 30
+    max_rank: int = MAX_RANK
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -58,7 +59,8 @@ async def pack_adapter(
     with disk_errors():
         await asyncio.to_thread(card_file.write_bytes, msgspec.json.encode(card))
     worker = ["-m", "infinilora.weights.ingest", "--source", source, "--card", card_file, "--out", out]
-    worker += ["--max-bytes", limits.max_bytes, *(["--narrow", check_narrow(narrow)] if narrow else [])]
+    worker += ["--max-bytes", limits.max_bytes, "--max-rank", limits.max_rank]
+    worker += ["--narrow", check_narrow(narrow)] if narrow else []
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-IS", confine.__file__, str(os.getpid()), str(limits.memory_mb), str(limits.cpu_s)),
         *(sys.executable, *map(str, worker)),

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from infinilora.gateway.declared import Policy
 from infinilora.gateway.tenants import parse_keys
+from infinilora.protocol.ingest import MAX_RANK
 from infinilora.runtime.settings import Common
 
 
@@ -44,6 +45,8 @@ class Settings(Common):
     patience_s: float = Field(default=10.0, ge=0)
     """How long a request looks for an engine that takes it, before its first token."""
 
+    max_rank: int = Field(default=MAX_RANK, ge=1, le=1 << 20)
+    """The highest LoRA rank that any module of an adapter may have; one with a higher is refused with both numbers."""
     max_ingests: int = Field(default=2, gt=0)
     ingest_memory_mb: int = Field(default=16 << 10, gt=0)
     ingest_cpu_s: int = Field(default=600, gt=0)

@@ -130,7 +130,13 @@ def _management(
         shelf=shelf,
         ingest=IngestPlace(
             scratch_directory(settings),
-            IngestLimits(settings.ingest_memory_mb, settings.ingest_cpu_s, settings.ingest_wall_s, upload_bytes),
+            IngestLimits(
+                memory_mb=settings.ingest_memory_mb,
+                cpu_s=settings.ingest_cpu_s,
+                wall_s=settings.ingest_wall_s,
+                max_bytes=upload_bytes,
+                max_rank=settings.max_rank,
+            ),
             settings.max_ingests,
         ),
         policy=settings.declared_base,

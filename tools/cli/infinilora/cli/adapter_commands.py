@@ -18,7 +18,7 @@ from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Tenant, Url, VarDir
 from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
 from infinilora.protocol.errors import InvalidRequest, from_wire
-from infinilora.protocol.ingest import PlanRow
+from infinilora.protocol.ingest import MAX_RANK, PlanRow
 
 app = typer.Typer(no_args_is_help=True, help="Adapters.")
 
@@ -33,6 +33,7 @@ To = Annotated[str, typer.Option("--to", metavar="vN", help="Which version; by d
 Model = Annotated[Path, typer.Option("--model", help="The base model: a Hugging Face directory.")]
 Base = Annotated[str, typer.Option("--base", help="The served base model it is for, where there are several.")]
 Narrow = Annotated[str, typer.Option("--narrow", help="Pack as BF16 or F16: half the size, no longer exact.")]
+MaxRank = Annotated[int, typer.Option("--max-rank", min=1, help="The gateway's limit, INFINILORA_MAX_RANK.")]
 Name = Annotated[str, typer.Option("--name", help="What clients will call it.")]
 Named = Annotated[str, typer.Argument(metavar="NAME")]
 DemoModel = Annotated[str, typer.Argument(metavar="MODEL", help=", ".join(DEMO_MODELS))]
@@ -76,10 +77,17 @@ def _upload(api: Api, directory: Path, wish: Wish) -> Json:
 
 
 @app.command()
-def check(directory: Directory, model: Model, *, narrow: Narrow = "", as_json: AsJson = False) -> None:
+def check(
+    directory: Directory,
+    model: Model,
+    *,
+    narrow: Narrow = "",
+    max_rank: MaxRank = MAX_RANK,
+    as_json: AsJson = False,
+) -> None:
     """Say whether an adapter can be served on a base model, and how. Needs no server; exit status 0: it can."""
     with errors():
-        verdict = checks.check(directory, model, narrow=narrow)
+        verdict = checks.check(directory, model, narrow=narrow, max_rank=max_rank)
     if as_json:
         out.print_json(msgspec.json.encode({"servable": verdict.is_servable, **msgspec.to_builtins(verdict)}).decode())
     elif report := verdict.report:

@@ -37,13 +37,13 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: WireError
 
 
-def check(adapter: Path, model: Path, *, narrow: str = "") -> Verdict:
+def check(adapter: Path, model: Path, *, max_rank: int, narrow: str = "") -> Verdict:
     """Blocking. Raises Unavailable when the model cannot be read, or a worker dies: then nobody knows."""
     with tempfile.TemporaryDirectory(prefix="infinilora-check-") as scratch:
         card_file, packed = Path(scratch, "card.json"), Path(scratch, "packed.safetensors")
         card_file.write_bytes(_card(model))
         base = msgspec.json.decode(card_file.read_bytes(), type=BaseCard).name
-        wish = ["--narrow", narrow] if narrow else []
+        wish = ["--max-rank", str(max_rank), *(["--narrow", narrow] if narrow else [])]
         done = _run(
             "infinilora.weights.ingest",
             ["--source", str(adapter), "--card", str(card_file), "--out", str(packed), *wish],

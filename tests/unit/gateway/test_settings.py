@@ -1,0 +1,21 @@
+"""What a gateway's operator may set, and what is refused at the start."""
+
+import pytest
+from pydantic import ValidationError
+
+from infinilora.gateway.settings import Settings
+
+ADDRESSES = {"nats_url": "nats://127.0.0.1:1", "redis_url": "redis://127.0.0.1:1", "store_url": "file:///tmp/x"}
+
+
+@pytest.mark.parametrize("rank", [1, 64, 1 << 20])
+def test_the_highest_rank_is_the_operators_to_say(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINILORA_MAX_RANK", str(rank))
+    assert Settings(**ADDRESSES).max_rank == rank
+
+
+@pytest.mark.parametrize("rank", ["0", "-1", "sixty-four", "1048577", ""])
+def test_a_rank_that_is_none_is_refused_at_the_start(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINILORA_MAX_RANK", rank)
+    with pytest.raises(ValidationError, match="max_rank"):
+        Settings(**ADDRESSES)
