@@ -13,20 +13,20 @@ from uuid import uuid4
 
 import pytest
 from typing_extensions import override
-from urllib3.exceptions import InsecureRequestWarning
+from urllib3.connectionpool import HTTPConnectionPool
+from urllib3.exceptions import InsecureRequestWarning, MaxRetryError, SSLError
 
 from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, StoreFull, StoreRefused, Unavailable
 from infinilora.runtime.blob_store import BlobStore, Changed
 from infinilora.runtime.blobs import S3Blobs, open_blobs
 from infinilora.runtime.credentials import Credentials
 from infinilora.runtime.s3_blobs import S3Place
-from support.procs import WeedServer
+from infinilora.runtime.s3_errors import store_errors
+from support.procs import TLS, TlsWeedServer, WeedServer
 from support.s3_proxy import Fault, S3Proxy
 
 pytestmark = pytest.mark.integration
 
-TLS = Path(__file__).parents[1] / "data" / "tls"
-"""A self-signed certificate of 127.0.0.1 and its key, for this test only."""
 DATA = bytes(range(256)) * 40
 
 
@@ -272,6 +272,81 @@ def test_a_self_signed_server_is_trusted_by_its_ca_or_by_a_switch_only() -> None
             assert open_blobs(f"{url}&insecure=true").stat("x") is None
         with pytest.raises(Unavailable):
             open_blobs(url).stat("x")
+
+
+@pytest.fixture(scope="module")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsWeedServer]:
+    server = TlsWeedServer(tmp_path_factory.mktemp("weed-tls")).start()
+    yield server
+    server.kill()
+
+
+def _keys(server: WeedServer) -> Credentials:
+    return Credentials(access_key=server.access_key, secret_key=server.secret_key)
+
+
+def test_a_real_server_under_an_authority_of_its_own(tls_server: TlsWeedServer) -> None:
+    blobs = open_blobs(tls_server.url("tls"), credentials=_keys(tls_server))
+    assert blobs.put("x", DATA)
+    assert blobs.get_range("x", 7, 100) == DATA[7:107]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda url: url.replace("ca.pem", "cert.pem"), "`ca` in INFINILORA_STORE_URL"),
+        (lambda url: url.partition("&ca=")[0], "`ca` in INFINILORA_STORE_URL"),
+        (
+            lambda url: url.partition("&ca=")[0].replace("https:", "http:"),
+            "endpoint in INFINILORA_STORE_URL says http:",
+        ),
+    ],
+    ids=["another authority", "the system's authorities", "no TLS"],
+)
+def test_what_keeps_tls_from_being_spoken_is_named_by_its_option(
+    tls_server: TlsWeedServer, caplog: pytest.LogCaptureFixture, change: Callable[[str], str], says: str
+) -> None:
+    blobs = open_blobs(change(tls_server.url("tls")), credentials=_keys(tls_server))
+    for ask in (lambda: blobs.get("tenant/x"), lambda: blobs.stat("tenant/x"), lambda: blobs.put("tenant/x", DATA)):
+        with pytest.raises(StoreRefused) as caught:
+            ask()
+        assert says in str(caught.value)
+        assert "operator" in str(caught.value)
+        assert _says_nothing_of(caught.value, "bucket", str(tls_server.port))
+    assert [record for record in caplog.records if record.levelno == logging.ERROR]
+
+
+def test_https_to_a_server_without_tls_is_named_by_the_endpoint(proxy: S3Proxy) -> None:
+    blobs = open_blobs(f"s3://bucket?endpoint={proxy.endpoint.replace('http:', 'https:')}")
+    with pytest.raises(StoreRefused, match=r"endpoint in INFINILORA_STORE_URL says https"):
+        blobs.stat("x")
+
+
+def test_a_certificate_of_another_host_is_told_as_that(
+    tls_server: TlsWeedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+    # A name server of this test: the certificate is of 127.0.0.1 and localhost.
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a: real("127.0.0.1" if host == "store" else host, *a))
+    url = tls_server.url("tls").replace("127.0.0.1", "store", 1)
+    with pytest.raises(StoreRefused, match="another host than the endpoint"):
+        open_blobs(url, credentials=_keys(tls_server)).stat("x")
+
+
+@pytest.mark.parametrize(("number", "says"), [(9, "not valid now"), (10, "not valid now"), (18, "`ca`"), (20, "`ca`")])
+def test_a_certificate_that_expired_is_told_from_one_of_nobody(number: int, says: str) -> None:
+    found = ssl.SSLCertVerificationError(1, "certificate verify failed: store-1.internal")
+    found.verify_code = number
+    with pytest.raises(StoreRefused, match=says) as caught, store_errors("x", is_plain=False):
+        raise MaxRetryError(HTTPConnectionPool("store-1.internal"), "/x", SSLError(found))
+    assert "store-1" not in str(caught.value)
+
+
+def test_an_authority_that_is_no_certificate_is_refused_when_the_store_is_opened(tmp_path: Path) -> None:
+    for text in (b"", b"no certificate", b"\xff\x00"):
+        (tmp_path / "ca.pem").write_bytes(text)
+        with pytest.raises(InvalidRequest, match=r"ca=.*wanted a PEM file"):
+            open_blobs(f"s3://bucket?endpoint=https://127.0.0.1:9&ca={tmp_path / 'ca.pem'}")
 
 
 class _Quiet(SimpleHTTPRequestHandler):

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
+from urllib.parse import quote
 
 from typing_extensions import override
 
@@ -229,13 +231,46 @@ class WeedServer(Server):
             "-master.volumeSizeLimitMB=16",  # eight a bucket, counted against the disk: 56 buckets at 128
         ]
 
+    def trust(self) -> ssl.SSLContext | None:
+        """How its certificate is checked; None: it has none."""
+        return None
+
     @override
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=2, context=self.trust()) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+TLS = Path(__file__).parents[1] / "data" / "tls"
+"""`ca.pem`, an authority of the tests; `server.pem` and its key, of 127.0.0.1 by that authority; `cert.pem` and its
+key, of 127.0.0.1 by itself. Valid for a hundred years, for loopback only."""
+
+
+class TlsWeedServer(WeedServer):
+    """The same with TLS on its one port, by a certificate of an authority that no system knows."""
+
+    name = "weed-tls"
+
+    @property
+    @override
+    def endpoint(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @override
+    def url(self, bucket: str, *, ca: str = "ca.pem") -> str:
+        """With the certificates of this file for the authority; empty: the system's."""
+        return super().url(bucket) + (f"&ca={quote(str(TLS / ca))}" if ca else "")
+
+    @override
+    def command(self) -> list[str]:
+        return [*super().command(), f"-s3.cert.file={TLS / 'server.pem'}", f"-s3.key.file={TLS / 'server-key.pem'}"]
+
+    @override
+    def trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=TLS / "ca.pem")
 
 
 def can_connect(port: int) -> bool:

@@ -1,30 +1,28 @@
 """A bucket of any S3 as a blob store, through the `minio` client. Every request goes to the endpoint that was named.
 
-What a server answers is not repeated: its words may hold hosts and keys. Its code is logged.
+What its errors are to us is `s3_errors`.
 """
 
 import io
-import logging
 import re
+import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
-from xml.etree.ElementTree import ParseError
 
 import urllib3
 from minio import Minio
-from minio.error import InvalidResponseError, S3Error, ServerError
+from minio.error import S3Error
 
-from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, StoreFull, StoreRefused, Unavailable
+from infinilora.protocol.errors import InvalidRequest, Unavailable
 from infinilora.runtime.blob_store import Blob, Changed, check_object_name
 from infinilora.runtime.credentials import Credentials
+from infinilora.runtime.s3_errors import PastTheEnd, store_errors
 from infinilora.runtime.s3_keys import keys_of
-
-logger = logging.getLogger(__name__)
 
 CONNECT_S, READ_S = 2.0, 10.0
 """To connect, and between two pieces of an answer."""
@@ -33,15 +31,6 @@ SLOWEST_BYTES_PER_S = 64 << 10
 PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 
-_ABSENT = frozenset({"NoSuchKey", "NoSuchBucket", "NoSuchObject", "NoSuchVersion", "ResourceNotFound"})
-_FULL = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "QuotaExceeded"})
-# BadRequest is what the client makes of a HEAD answered by 400 and no body: a bad token, or another region.
-_REFUSED = frozenset({
-    "AccessDenied", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed", "BadRequest",
-    "ExpiredToken", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "NotSignedUp", "PermanentRedirect",
-    "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
-})  # fmt: skip
-_STATUS = re.compile(r"Response code: (\d+)")
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
 
@@ -65,6 +54,7 @@ class S3Blobs:
     def __init__(self, place: S3Place, credentials: Credentials, *, read_s: float = READ_S) -> None:
         self._bucket = place.bucket
         self._read_s = read_s
+        self._is_plain = urlsplit(place.endpoint).scheme == "http"
         self._client = _client(place, credentials, read_s)
 
     def put_file(self, name: str, path: Path, *, if_absent: bool = False) -> bool:
@@ -75,21 +65,21 @@ class S3Blobs:
         return self._write(name, io.BytesIO(data), len(data), if_absent=if_absent)
 
     def get(self, name: str, *, etag: str | None = None) -> bytes:
-        with _errors(name), self._answer(name, etag) as answer:
+        with self._errors(name), self._answer(name, etag) as answer:
             return self._body(answer, _announced(answer))
 
     def get_range(self, name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
         if num_bytes <= 0:
             return b""
         try:
-            with _errors(name), self._answer(name, etag, offset=offset, length=num_bytes) as answer:
+            with self._errors(name), self._answer(name, etag, offset=offset, length=num_bytes) as answer:
                 return self._body(answer, _ranged(answer, offset, num_bytes))
-        except _PastTheEnd:
+        except PastTheEnd:
             return b""
 
     def stat(self, name: str) -> Blob | None:
         try:
-            with _errors(name):
+            with self._errors(name):
                 found = self._client.stat_object(self._bucket, check_object_name(name))
         except FileNotFoundError:
             return None
@@ -97,7 +87,7 @@ class S3Blobs:
 
     def list(self, prefix: str = "") -> list[str]:
         try:
-            with _errors(prefix):
+            with self._errors(prefix):
                 found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
                 return sorted(o.object_name or "" for o in found if not o.is_dir)
         except FileNotFoundError:
@@ -105,10 +95,13 @@ class S3Blobs:
 
     def delete(self, name: str) -> None:
         try:
-            with _errors(name):
+            with self._errors(name):
                 self._client.remove_object(self._bucket, check_object_name(name))
         except FileNotFoundError:
             return
+
+    def _errors(self, name: str) -> AbstractContextManager[None]:
+        return store_errors(name, is_plain=self._is_plain)
 
     @contextmanager
     def _answer(self, name: str, etag: str | None, **span: int) -> Iterator[Any]:
@@ -140,7 +133,7 @@ class S3Blobs:
         # are content addresses: should two writers pass at once, they write the same bytes.
         if if_absent and self.stat(name) is not None:
             return False
-        with _errors(name):
+        with self._errors(name):
             try:
                 self._upload(name, source, num_bytes)
             except S3Error as error:
@@ -167,8 +160,7 @@ def _client(place: S3Place, credentials: Credentials, read_s: float) -> Minio:
     at = urlsplit(place.endpoint)
     if at.scheme not in ("http", "https") or not at.hostname or at.path not in ("", "/") or at.query or at.username:
         raise InvalidRequest("store endpoint: wanted http://host:port or https://host:port, and nothing more")
-    if place.ca_file and not Path(place.ca_file).is_file():
-        raise InvalidRequest(f"store URL: there is no file ca={place.ca_file}")
+    _check_authority(place.ca_file)
     http = urllib3.PoolManager(
         timeout=urllib3.Timeout(connect=CONNECT_S, read=read_s),
         # No redirects: what is asked of the endpoint, signature and all, goes nowhere else.
@@ -197,6 +189,17 @@ def _client(place: S3Place, credentials: Credentials, read_s: float) -> Minio:
     return client
 
 
+def _check_authority(ca_file: str) -> None:
+    if not ca_file:
+        return
+    if not Path(ca_file).is_file():
+        raise InvalidRequest(f"store URL: there is no file ca={ca_file}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
+    except OSError as error:  # ssl's errors are among these
+        raise InvalidRequest(f"store URL: ca={ca_file}: found no certificate to read; wanted a PEM file") from error
+
+
 def _announced(answer: Any) -> int | None:
     length = answer.headers.get("content-length")
     return int(length) if length is not None else None
@@ -213,59 +216,3 @@ def _ranged(answer: Any, offset: int, num_bytes: int) -> int:
     if first != offset or last - first + 1 != wanted:
         raise Unavailable(f"the object store gave bytes {first}-{last} of {total}; wanted {wanted} bytes from {offset}")
     return wanted
-
-
-class _PastTheEnd(Exception):
-    """A range that begins after the object's last byte."""
-
-
-@contextmanager
-def _errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except S3Error as error:
-        raise _translated(name, error.code or "", error.response.status) from error
-    except ServerError as error:
-        raise _by_status(error.status_code) from error
-    except InvalidResponseError as error:
-        found = _STATUS.search(str(error))
-        raise _by_status(int(found[1]) if found else 0) from error
-    except (urllib3.exceptions.HTTPError, OSError, ParseError, UnicodeDecodeError) as error:
-        logger.info("object store does not answer", extra={"reason": type(error).__name__})
-        raise Unavailable("the object store does not answer, or not as one", retry_after_s=1.0) from error
-
-
-def _translated(name: str, code: str, status: int) -> Exception:
-    if code in _ABSENT:
-        return FileNotFoundError(f"no object {name!r}")
-    if code == "InvalidRange":
-        return _PastTheEnd()
-    if code == "PreconditionFailed":
-        return Changed("the object was replaced while it was read")
-    if code in _FULL:
-        return StoreFull("the object store has no room", retry_after_s=10.0)
-    if code in _REFUSED:
-        return _refused(code, status)
-    logger.info("object store answers an error", extra={"s3_code": code, "http_status": status})
-    return _by_status(status)
-
-
-def _by_status(status: int) -> InfiniLoraError:
-    match status:
-        case 401 | 403:
-            return _refused("", status)
-        case 412:
-            return Changed("the object was replaced while it was read")
-        case 507:
-            return StoreFull("the object store has no room", retry_after_s=10.0)
-        case _:
-            return Unavailable(f"the object store answers with HTTP status {status}", retry_after_s=1.0)
-
-
-def _refused(code: str, status: int) -> StoreRefused:
-    logger.error("object store refuses us", extra={"s3_code": code, "http_status": status})
-    return StoreRefused(
-        f"the object store does not let this service in ({code or f'HTTP status {status}'}): "
-        "an operator must see to its keys, their rights and the clocks",
-        retry_after_s=5.0,
-    )
