@@ -1,11 +1,17 @@
 """What a gateway's operator may set, and what is refused at the start."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from infinilora.gateway.settings import Settings
 
-ADDRESSES = {"nats_url": "nats://127.0.0.1:1", "redis_url": "redis://127.0.0.1:1", "store_url": "file:///tmp/x"}
+ADDRESSES: dict[str, Any] = {
+    "nats_url": "nats://127.0.0.1:1",
+    "redis_url": "redis://127.0.0.1:1",
+    "store_url": "file:///tmp/x",
+}
 
 
 @pytest.mark.parametrize("rank", [1, 64, 1 << 20])
