@@ -6,6 +6,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FilePiece(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
     __slots__ = ("protocol_version", "request_id", "token_ids", "num_prompt_tokens", "digest", "slo_class", "deadline_ms", "sampling", "fallback_base")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]

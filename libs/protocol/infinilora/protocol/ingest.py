@@ -36,6 +36,17 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is refused or absent, naming file, tensor, found and wanted."""
 
 
+ASKS_STATUS = 4
+"""The worker's exit status when it needs facts of the base."""
+
+
+class FactsNeeded(msgspec.Struct, frozen=True, kw_only=True):
+    """Ingest must know more of the base's weights; its questions are in a file for an engine of that base."""
+
+    num_questions: int
+    num_bytes: int
+
+
 class IngestReport(msgspec.Struct, frozen=True, kw_only=True):
     """What ingest made. It exists only for an adapter that was packed and passed its self-test."""
 

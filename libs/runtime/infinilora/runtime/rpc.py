@@ -93,6 +93,7 @@ _STATUS_OF_HTTP = {
 _LEAF_OF_STATUS: dict[grpc.StatusCode, type[InfiniLoraError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.UNIMPLEMENTED: Unavailable,  # a peer that is older than the call
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
 }

@@ -13,6 +13,7 @@ from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, Par
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
+from infinilora.weights.facts import Facts
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
@@ -27,12 +28,18 @@ WHOLE_MODULES = ("lm_head", "embed_tokens")
 
 
 def plan_adapter(
-    adapter: PeftAdapter, card: BaseCard, *, max_rank: int = MAX_RANK, narrow: str | None = None
+    adapter: PeftAdapter,
+    card: BaseCard,
+    *,
+    max_rank: int = MAX_RANK,
+    narrow: str | None = None,
+    facts: Facts | None = None,
 ) -> AdapterPlan:
-    """Check everything and say what to pack. Raises AdapterInvalid.
+    """Check everything and say what to pack. Raises AdapterInvalid, or FactsWanted.
 
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
+    facts = facts or Facts(card)
     adapter = replace(adapter, tensors=without_copies(adapter.tensors, card))
     _refuse_whole_modules(adapter, card)
     places = Places(adapter, ModuleIndex(card))
@@ -40,6 +47,7 @@ def plan_adapter(
     absent = Expected(adapter.rules, places.names).absent(card, {key: set(blocks) for key, blocks in found.items()})
     refuse_empty_layers(adapter.tensors.name, absent, found)
     _check_finite(adapter)
+    facts.check_answered()
     sites = _sites(card, found, places.biases)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)

@@ -5,8 +5,11 @@
 Also a process of its own, so that a hostile file can be given limits of memory and time:
 
     python -m infinilora.weights.ingest --source DIR|ARCHIVE --card CARD.json --out FILE [--narrow BF16] [--max-rank N]
+        [--request FILE] [--facts FILE]
 
-prints one JSON line: an `IngestReport` with status 0, or {"error": ...} with status 3.
+prints one JSON line: an `IngestReport` with status 0, {"error": ...} with status 3, or a `FactsNeeded` with status 4:
+then what it must know of the base's weights stands in the request file (`factsfile`), and it wants to be run again
+with the answer of an engine of that base.
 """
 
 import argparse
@@ -22,8 +25,10 @@ import msgspec
 
 from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
 from infinilora.protocol.errors import InfiniLoraError, Internal, SourceNotFound, StoreFull, TooLarge, Unavailable
-from infinilora.protocol.ingest import MAX_RANK, IngestReport
+from infinilora.protocol.ingest import ASKS_STATUS, MAX_RANK, FactsNeeded, IngestReport
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.facts import Facts, FactsWanted
+from infinilora.weights.factsfile import write_request
 from infinilora.weights.packed import write_packed
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.refuse import invalid
@@ -40,20 +45,30 @@ NARROWED_RELATIVE = 2.0**-4
 """What narrowing may change of a delta at most. Past it the factors cancel each other, and rounding shows."""
 
 
-def ingest(source: Path, card: BaseCard, out: Path, *, narrow: str | None = None, max_rank: int = MAX_RANK) -> Manifest:
+def ingest(
+    source: Path,
+    card: BaseCard,
+    out: Path,
+    *,
+    narrow: str | None = None,
+    max_rank: int = MAX_RANK,
+    facts: Path | None = None,
+) -> Manifest:
     """Pack the adapter in `source` into `out`, which exists afterwards only if everything held. Blocking.
 
     Raises SourceNotFound or AdapterInvalid for what the adapter is, Unavailable if it changed meanwhile, Internal if
-    the packed file does not compute the same.
+    the packed file does not compute the same, FactsWanted where `facts` (an answer file) lacks what it needs.
     """
-    return run(source, card, out, narrow=narrow, max_rank=max_rank).manifest
+    return run(source, card, out, narrow=narrow, max_rank=max_rank, facts=facts).manifest
 
 
-def run(source: Path, card: BaseCard, out: Path, *, narrow: str | None, max_rank: int) -> IngestReport:
+def run(
+    source: Path, card: BaseCard, out: Path, *, narrow: str | None, max_rank: int, facts: Path | None = None
+) -> IngestReport:
     """`ingest`, with everything that was found out."""
     before = _state(source)
     adapter = read_adapter(source)
-    plan = plan_adapter(adapter, card, max_rank=max_rank, narrow=narrow)
+    plan = plan_adapter(adapter, card, max_rank=max_rank, narrow=narrow, facts=Facts(card, facts))
     draft = out.with_name(out.name + ".part")
     try:
         with draft.open("wb") as file:
@@ -109,12 +124,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         card = _read_card(options.card)
         with _disk_errors(), _directory(options) as source:
-            report = run(source, card, options.out, narrow=options.narrow, max_rank=options.max_rank)
+            report = _run(source, card, options)
     except InfiniLoraError as error:
         _print_line({"error": error.to_wire()})
         return REFUSED_STATUS
     _print_line(report)
-    return 0
+    return ASKS_STATUS if isinstance(report, FactsNeeded) else 0
+
+
+def _run(source: Path, card: BaseCard, options: argparse.Namespace) -> IngestReport | FactsNeeded:
+    try:
+        return run(source, card, options.out, narrow=options.narrow, max_rank=options.max_rank, facts=options.facts)
+    except FactsWanted as wanted:
+        if options.request is None:
+            raise Internal(f"{wanted}: found no --request to write them to") from wanted
+        write_request(options.request, card.fingerprint, wanted.questions)
+        return FactsNeeded(num_questions=len(wanted.questions), num_bytes=options.request.stat().st_size)
 
 
 @contextmanager
@@ -151,6 +176,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the packed file to write")
     parser.add_argument("--narrow", choices=("BF16", "F16"), help="pack in a smaller dtype; not exact")
     parser.add_argument("--max-rank", type=int, default=MAX_RANK, help="of any module; higher ones are refused")
+    parser.add_argument("--request", type=Path, help="where to write questions about the base's weights")
+    parser.add_argument("--facts", type=Path, help="the answers to them")
     parser.add_argument("--max-bytes", type=int, default=FileLimits().max_bytes, help="of an archive, unpacked")
     return parser.parse_args(argv)
 

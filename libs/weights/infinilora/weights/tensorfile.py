@@ -6,8 +6,8 @@ Knows nothing of LoRA.
 
 import hashlib
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype("<f2"),
 }
+"""Of weights."""
 MAX_HEADER_BYTES = 100 << 20
 MAX_TENSORS = 200_000
 MAX_NAME_CHARS = 512
@@ -49,6 +50,8 @@ class TensorFile:
     tensors: dict[str, TensorInfo]
     data: Array
     """The data section, uint8, mapped read-only."""
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=lambda: NUMPY_DTYPES)
+    """Those that its entries may have."""
 
     @property
     def name(self) -> str:
@@ -58,7 +61,7 @@ class TensorFile:
         """The tensor as a read-only view of the mapped file, in its own dtype."""
         info = self.tensors[tensor]
         begin, end = info.data_offsets
-        return self.data[begin:end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+        return self.data[begin:end].view(self.dtypes[info.dtype]).reshape(info.shape)
 
     def sha256(self) -> str:
         return sha256_of_file(self.path)
@@ -80,7 +83,7 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def open_tensors(path: Path) -> TensorFile:
+def open_tensors(path: Path, dtypes: Mapping[str, np.dtype[Any]] = NUMPY_DTYPES) -> TensorFile:
     """Map a safetensors file after checking its header against its size. Raises AdapterInvalid."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -99,8 +102,8 @@ def open_tensors(path: Path) -> TensorFile:
         file.seek(LENGTH_BYTES)
         header = file.read(header_bytes)
     data_start = LENGTH_BYTES + header_bytes
-    tensors = parse_header(path.name, header, size - data_start)
-    return TensorFile(path=path, tensors=tensors, data=_map(path)[data_start:])
+    tensors = parse_header(path.name, header, size - data_start, dtypes)
+    return TensorFile(path=path, tensors=tensors, data=_map(path)[data_start:], dtypes=dtypes)
 
 
 def _refuse_foreign(file: str, first: bytes) -> None:
@@ -115,13 +118,15 @@ def _refuse_foreign(file: str, first: bytes) -> None:
     raise invalid(file, "weights unreadable", found=kind, wanted="a safetensors file")
 
 
-def parse_header(file: str, header: bytes, data_bytes: int) -> dict[str, TensorInfo]:
+def parse_header(
+    file: str, header: bytes, data_bytes: int, dtypes: Mapping[str, np.dtype[Any]] = NUMPY_DTYPES
+) -> dict[str, TensorInfo]:
     """The entries of a safetensors header, checked against the size of the data that follows it.
 
     Pure: `file` is only a name for refusals. Raises AdapterInvalid.
     """
     tensors = _entries(file, header)
-    _check_offsets(file, tensors, data_bytes)
+    _check_offsets(file, tensors, data_bytes, dtypes)
     return tensors
 
 
@@ -157,12 +162,14 @@ def _check_names(file: str, names: Collection[str]) -> None:
             )
 
 
-def _check_offsets(file: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+def _check_offsets(
+    file: str, tensors: dict[str, TensorInfo], data_bytes: int, dtypes: Mapping[str, np.dtype[Any]]
+) -> None:
     end_of_last = 0
     for name, info in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
-        dtype = NUMPY_DTYPES.get(info.dtype)
+        dtype = dtypes.get(info.dtype)
         if dtype is None:
-            raise invalid(file, f"tensor {name} dtype", found=info.dtype, wanted=" or ".join(NUMPY_DTYPES))
+            raise invalid(file, f"tensor {name} dtype", found=info.dtype, wanted=" or ".join(dtypes))
         if any(dim < 0 for dim in info.shape):
             raise invalid(file, f"tensor {name} shape", found=list(info.shape), wanted="no negative size")
         begin, end = info.data_offsets

@@ -48,11 +48,12 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run, its card, and the room it has."""
+    """A decoder ready to run, its card, the room it has, and the tensors that it was made of."""
 
     decoder: Decoder
     card: BaseCard
     sizes: Sizes
+    source: TensorSource
 
     @property
     def activation_dtype(self) -> str:
@@ -101,7 +102,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
             "seconds": round(time.perf_counter() - started, 2),
         },
     )
-    return LoadedModel(Decoder(spec, weights, ops, kv), card, sizes)
+    return LoadedModel(Decoder(spec, weights, ops, kv), card, sizes, source)
 
 
 def make_loop(

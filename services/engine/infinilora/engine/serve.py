@@ -12,6 +12,9 @@ import torch
 from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
 from infinilora.engine.backends import Around, Bell, open_lora
 from infinilora.engine.events import Hooks
+from infinilora.engine.facts import Facts
+from infinilora.engine.factsdesk import SERVICE as FACTS_SERVICE
+from infinilora.engine.factsdesk import FactsDesk
 from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
@@ -39,7 +42,8 @@ async def serve(settings: Settings, service: Service) -> None:
         around = await _reach_out(settings, stack)
         engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around))
         token = settings.rpc_token.get_secret_value()
-        server = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, engine)], token=token))
+        doors = [(SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
+        server = await stack.enter_async_context(rpc.serving(settings.listen, doors, token=token))
         address = settings.advertise or server.address
         heart = Heart(
             settings.nats_url,
@@ -56,6 +60,13 @@ async def serve(settings: Settings, service: Service) -> None:
         engine.stop()
         heart.beat_now()
         await engine.idle.wait()
+
+
+def _facts_desk(settings: Settings, model: LoadedModel, stack: AsyncExitStack) -> FactsDesk:
+    facts = Facts(model.decoder.spec, model.source, model.card.fingerprint)
+    desk = FactsDesk(facts, max_bytes=settings.facts_mb << 20, directory=settings.var_dir / "facts")
+    stack.callback(desk.close)
+    return desk
 
 
 async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:

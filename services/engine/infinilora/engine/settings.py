@@ -40,6 +40,8 @@ class Settings(Common):
     step_tokens: int = Field(default=512, ge=1)
     """Rows of one step at most: long prompts are cut into chunks of this."""
     max_bypass: int = Field(default=256, ge=1)
+    facts_mb: int = Field(default=4096, ge=1)
+    """Of one request for facts of the base, which lies on disk under `var_dir` while it is answered."""
 
     lora: Literal["remote", "local", "none"] = "remote"
     link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")

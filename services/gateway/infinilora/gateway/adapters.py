@@ -16,7 +16,7 @@ from typing import NamedTuple
 from infinilora.gateway.bases import BaseShelf
 from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.declared import Policy, check_declared
-from infinilora.gateway.ingest import IngestLimits, pack_adapter
+from infinilora.gateway.ingest import Ask, IngestLimits, pack_adapter
 from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.verify import Verified, verify_packed
 from infinilora.gateway.versions import Content
@@ -68,6 +68,7 @@ class Adapters:
         catalog: Catalog,
         shelf: BaseShelf,
         ingest: IngestPlace,
+        ask: Ask,
         policy: Policy,
     ) -> None:
         self._blobs = blobs
@@ -75,6 +76,7 @@ class Adapters:
         self._catalog = catalog
         self._shelf = shelf
         self._ingest = ingest
+        self._ask = ask
         self._policy = policy
         self._ingests = asyncio.Semaphore(ingest.max_ingests)
         self._num_ingests = 0
@@ -96,7 +98,9 @@ class Adapters:
         card = (await self._shelf.get(base)).card
         async with self._turn(), self._scratch() as work:
             directory = await asyncio.to_thread(wish.place, work / "files")
-            packed, path = await pack_adapter(directory, card, work, self._ingest.limits, narrow=wish.narrow)
+            packed, path = await pack_adapter(
+                directory, card, work, self._ingest.limits, narrow=wish.narrow, ask=self._ask
+            )
             notes = check_declared(packed.declared_base, base, self._catalog.known_bases(), self._policy)
             await self._keep(packed, path)
             await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing

@@ -6,20 +6,21 @@ Nothing is decided here but that an engine which has just failed rests for a mom
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import NamedTuple
 
 from infinilora.gateway import scores
 from infinilora.gateway.scores import EngineView
 from infinilora.protocol.control import EngineLoad, GroupLoad
 from infinilora.protocol.errors import InfiniLoraError, Unavailable
-from infinilora.protocol.generate_pb2 import DESCRIPTOR, GenerateEvent, GenerateRequest
+from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.membership import Member, of_kind
 from infinilora.runtime.rpc import Channels
 
 ENGINE_SERVICE = DESCRIPTOR.services_by_name["Engine"]
+FACTS_SERVICE = DESCRIPTOR.services_by_name["BaseFacts"]
 REST_S = 1.0
 """How long an engine that was found unreachable is taken only as the last resort."""
 
@@ -112,17 +113,38 @@ class Fleet:
         """One engine's events for one sequence; closing it cancels the sequence there."""
         client = self._channels.client(ENGINE_SERVICE, engine.address)
         self._in_flight[engine.key] = self._in_flight.get(engine.key, 0) + 1
-        self._calls[engine.address] = self._calls.get(engine.address, 0) + 1
         try:
-            timeout_s = max(0.001, deadline - time.monotonic())
-            async with aclosing(client.stream("Generate", request, timeout_s=timeout_s)) as events:
-                async for event in events:
-                    yield event
+            with self._calling(engine):
+                async with aclosing(client.stream("Generate", request, timeout_s=_left_s(deadline))) as events:
+                    async for event in events:
+                        yield event
         finally:
-            self._calls[engine.address] -= 1
             self._in_flight[engine.key] -= 1
             if not self._in_flight[engine.key]:
                 del self._in_flight[engine.key]
+
+    async def facts(
+        self, engine: Engine, request: AsyncIterator[bytes], deadline: float
+    ) -> AsyncGenerator[bytes, None]:
+        """One engine's answer to questions about its weights, both files piece by piece."""
+        client = self._channels.client(FACTS_SERVICE, engine.address)
+        with self._calling(engine):
+            async with client.duplex("Answer", timeout_s=_left_s(deadline)) as call:
+                with suppress(Unavailable):  # an engine that will not hear the end says why in its answer
+                    async for data in request:
+                        await call.send(FilePiece(data=data))
+                    await call.finish()
+                async for piece in call:
+                    yield piece.data
+
+    @contextmanager
+    def _calling(self, engine: Engine) -> Iterator[None]:
+        """The channel stays open for a call's time."""
+        self._calls[engine.address] = self._calls.get(engine.address, 0) + 1
+        try:
+            yield
+        finally:
+            self._calls[engine.address] -= 1
 
     def _engines(self) -> list[Member]:
         return of_kind(self._members(), "engine")
@@ -142,6 +164,10 @@ class Fleet:
             kv_free=engine_load.kv_blocks_free / total if total else 1.0,
             digests=frozenset(engine_load.digests),
         )
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _key(member: Member) -> str:

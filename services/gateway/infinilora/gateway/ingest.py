@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from infinilora.protocol.errors import (
     WireError,
     from_wire,
 )
-from infinilora.protocol.ingest import MAX_RANK, IngestReport
+from infinilora.protocol.ingest import ASKS_STATUS, MAX_RANK, FactsNeeded, IngestReport
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +49,40 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: WireError
 
 
+Ask = Callable[[BaseCard, Path, Path], Awaitable[None]]
+"""Has the questions in the first file answered into the second. Raises Unavailable where nobody can."""
+
+
+async def _ask_nobody(card: BaseCard, _request: Path, _answer: Path) -> None:
+    raise Unavailable(f"this adapter needs facts of base model '{card.name}', and there is nobody to ask")
+
+
 async def pack_adapter(
-    source: Path, card: BaseCard, work: Path, limits: IngestLimits, *, narrow: str = ""
+    source: Path, card: BaseCard, work: Path, limits: IngestLimits, *, narrow: str = "", ask: Ask = _ask_nobody
 ) -> tuple[IngestReport, Path]:
     """Pack the adapter in `source`, a directory or an archive, for the base of `card`; the file is made in `work`.
 
-    `narrow` names the dtype of 16 bits to round to; empty: none. Raises AdapterInvalid for an adapter that cannot be
-    served exactly, with the worker's own words.
+    `narrow` names the dtype of 16 bits to round to; empty: none. What the worker must know of the base's weights is
+    asked for once. Raises AdapterInvalid for an adapter that cannot be served exactly, with the worker's own words.
     """
     card_file, out = work / "card.json", work / "packed.safetensors"
+    request, answer = work / "facts.request", work / "facts.answer"
     with disk_errors():
         await asyncio.to_thread(card_file.write_bytes, msgspec.json.encode(card))
     worker = ["-m", "infinilora.weights.ingest", "--source", source, "--card", card_file, "--out", out]
     worker += ["--max-bytes", limits.max_bytes, "--max-rank", limits.max_rank]
-    worker += ["--narrow", check_narrow(narrow)] if narrow else []
+    worker += ["--request", request, *(["--narrow", check_narrow(narrow)] if narrow else [])]
+    report = await _work(worker, source, limits)
+    if isinstance(report, FactsNeeded):
+        await ask(card, request, answer)
+        report = await _work([*worker, "--facts", answer], source, limits)
+        if isinstance(report, FactsNeeded):
+            raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
+    return report, out
+
+
+async def _work(worker: Sequence[object], source: Path, limits: IngestLimits) -> IngestReport | FactsNeeded:
+    """One run of the worker, confined."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-IS", confine.__file__, str(os.getpid()), str(limits.memory_mb), str(limits.cpu_s)),
         *(sys.executable, *map(str, worker)),
@@ -78,7 +100,7 @@ async def pack_adapter(
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return _read_report(process.returncode or 0, stdout, stderr, source), out
+    return _read_report(process.returncode or 0, stdout, stderr, source)
 
 
 def check_narrow(narrow: str) -> str:
@@ -95,13 +117,13 @@ def _environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C.UTF-8"}
 
 
-def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> IngestReport:
+def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> IngestReport | FactsNeeded:
     report = _decode(stdout)
     if isinstance(report, _Refusal):
         error = from_wire(report.error)
         error.message = error.message.replace(f"{source}/", "").replace(str(source), "the adapter")
         raise error
-    if status == 0 and report is not None:
+    if report is not None and status == (ASKS_STATUS if isinstance(report, FactsNeeded) else 0):
         return report
     if status == -signal.SIGBUS:  # a mapped file was cut under the reader
         raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
@@ -111,13 +133,10 @@ def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> Ing
     raise Internal("reading the adapter failed; the gateway's log has the reason")
 
 
-def _decode(line: bytes) -> IngestReport | _Refusal | None:
+def _decode(line: bytes) -> IngestReport | FactsNeeded | _Refusal | None:
     """What the worker said; None if it is nothing whole."""
-    try:
-        return msgspec.json.decode(line, type=_Refusal)
-    except msgspec.DecodeError:
-        pass
-    try:
-        return msgspec.json.decode(line, type=IngestReport)
-    except msgspec.DecodeError:
-        return None
+    kinds: tuple[type[IngestReport | FactsNeeded | _Refusal], ...] = (_Refusal, FactsNeeded, IngestReport)
+    for kind in kinds:
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(line, type=kind)
+    return None

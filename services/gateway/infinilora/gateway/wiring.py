@@ -18,6 +18,7 @@ from infinilora.gateway.app import Deps, Readiness, create_app
 from infinilora.gateway.bases import BaseShelf
 from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.desk import Desk, Times
+from infinilora.gateway.facts import FactsRoad
 from infinilora.gateway.fleet import Fleet
 from infinilora.gateway.http import Door
 from infinilora.gateway.ingest import IngestLimits
@@ -102,7 +103,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         door=Door(tenants, metrics),
         desk=desk,
         catalog=catalog,
-        management=_management(settings, ties, registry, catalog, shelf),
+        management=_management(settings, ties, fleet, registry, catalog, shelf),
         readiness=lambda: _readiness(ties.bus, fleet, shelf, registry),
         metrics=metrics_registry,
         max_body_bytes=settings.max_body_mb << 20,
@@ -118,7 +119,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
 
 
 def _management(
-    settings: Settings, ties: Connections, registry: Registry, catalog: Catalog, shelf: BaseShelf
+    settings: Settings, ties: Connections, fleet: Fleet, registry: Registry, catalog: Catalog, shelf: BaseShelf
 ) -> Management:
     upload_bytes = settings.max_upload_mb << 20
     limits = UploadLimits(max_bytes=upload_bytes)
@@ -139,6 +140,7 @@ def _management(
             ),
             settings.max_ingests,
         ),
+        ask=FactsRoad(fleet, timeout_s=settings.ingest_wall_s).ask,
         policy=settings.declared_base,
     )
     sources = Sources(settings.roots, _buckets(settings), limits)

@@ -13,7 +13,7 @@ import msgspec
 from infinilora.cli.settings import child_env
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import Unavailable, WireError
-from infinilora.protocol.ingest import IngestReport
+from infinilora.protocol.ingest import ASKS_STATUS, IngestReport
 
 LAST_LINES = 3
 """Of what a process said before it died: its exception, and where."""
@@ -44,10 +44,12 @@ def check(adapter: Path, model: Path, *, max_rank: int, narrow: str = "") -> Ver
         card_file.write_bytes(_card(model))
         base = msgspec.json.decode(card_file.read_bytes(), type=BaseCard).name
         wish = ["--max-rank", str(max_rank), *(["--narrow", narrow] if narrow else [])]
-        done = _run(
-            "infinilora.weights.ingest",
-            ["--source", str(adapter), "--card", str(card_file), "--out", str(packed), *wish],
-        )
+        request, facts = Path(scratch, "facts.request"), Path(scratch, "facts.answer")
+        files = ["--source", adapter, "--card", card_file, "--out", packed, "--request", request]
+        done = _run("infinilora.weights.ingest", [*map(str, files), *wish])
+        if done.returncode == ASKS_STATUS:  # the directory answers as an engine of it would
+            _answer(model, request, facts)
+            done = _run("infinilora.weights.ingest", [*map(str, files), *wish, "--facts", str(facts)])
     try:
         if done.returncode == 0:
             return Verdict(base=base, report=msgspec.json.decode(done.stdout, type=IngestReport))
@@ -61,6 +63,12 @@ def _card(model: Path) -> bytes:
     if done.returncode != 0:
         raise Unavailable(f"the base model in {model} cannot be described: {_end_of(done.stderr)}")
     return done.stdout
+
+
+def _answer(model: Path, request: Path, out: Path) -> None:
+    done = _run("infinilora.engine.facts", [str(model), "--request", str(request), "--out", str(out)])
+    if done.returncode != 0:
+        raise Unavailable(f"the base model in {model} cannot be asked: {_end_of(done.stderr)}")
 
 
 def _run(module: str, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
