@@ -118,11 +118,13 @@ def test_the_self_test_sees_a_wrong_bias(fault: str, tmp_path: Path) -> None:
     assert "layer 1 site down" in found.where
 
 
-def test_a_vector_that_no_kernel_computes_is_refused_where_it_is_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("vector", ["bias", "colscale"])
+def test_a_vector_of_experts_is_refused_where_it_is_bound(vector: str, tmp_path: Path) -> None:
     biased(tmp_path / "a")
     manifest = ingest(tmp_path / "a", CARD, tmp_path / "packed")
     entry = manifest.sites[0]
-    scaled = msgspec.structs.replace(entry.parts[0], has_bias=False, has_colscale=True)
-    strange = msgspec.structs.replace(entry, parts=(scaled,))
-    with pytest.raises(AdapterFailed, match="layer 0 site qkv part q: found a column scale"):
-        site_weights(strange, "F32", torch.zeros(4096, dtype=torch.uint8))
+    part = msgspec.structs.replace(entry.parts[0], has_bias=vector == "bias", has_colscale=vector == "colscale")
+    strange = msgspec.structs.replace(entry, parts=(part,), num_experts=2)
+    words = {"bias": "a bias", "colscale": "a column scale"}[vector]
+    with pytest.raises(AdapterFailed, match=f"layer 0 site qkv part q: found {words} of experts"):
+        site_weights(strange, "F32", torch.zeros(8192, dtype=torch.uint8))

@@ -13,8 +13,8 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 def site_weights(entry: SiteEntry, dtype: str, data: Tensor) -> SiteWeights:
     """Views of `data` (uint8 [entry.num_bytes], 64-byte aligned): a [r, in], bt [r, out], or [E, r, ...] for MoE.
 
-    Experts lie one block apart, so their axis is strided; all else is contiguous. A bias is fp32 [out]. Raises
-    AdapterFailed for what no kernel computes: column scales, and vectors of experts.
+    Experts lie one block apart, so their axis is strided; all else is contiguous. A bias is fp32 [out]. Column scales
+    are no kernel's: `scales` reads them for who has the base's output. Raises AdapterFailed for vectors of experts.
     """
     spans, block_bytes = block_spans(entry.parts, entry.in_dim, dtype)
     elements = data.view(TORCH_DTYPES[dtype])
@@ -32,8 +32,8 @@ def site_weights(entry: SiteEntry, dtype: str, data: Tensor) -> SiteWeights:
         return vectors.as_strided((columns,), (1,), vectors.storage_offset() + at_bytes // VECTOR_BYTES)
 
     for part in entry.parts:
-        if part.has_colscale or (part.has_bias and entry.num_experts):
-            what = "a column scale" if part.has_colscale else "a bias of experts"
+        if entry.num_experts and (part.has_bias or part.has_colscale):
+            what = "a bias of experts" if part.has_bias else "a column scale of experts"
             where = f"layer {entry.layer} site {entry.site.label} part {part.name}"
             raise AdapterFailed(f"{where}: found {what}, which this version does not compute")
     return tuple(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from infinilora.pool.execute import Grants
+from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.tenancy import Slot
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.ids import Digest
@@ -13,7 +14,8 @@ from infinilora.protocol.ids import Digest
 class LeaseState:
     """What a holder's lease has come to: granted with so many leading layers ready, or failed with `error`.
 
-    `layer_sites`: bit s of entry l says that site s of layer l is adapted; lm_head is the last layer.
+    `layer_sites`: bit s of entry l says that site s of layer l is adapted; lm_head is the last layer. `scaled_sites`
+    says the same of column scales (empty: there are none), and `scales` holds those of the layers that are ready.
     """
 
     digest: Digest
@@ -22,6 +24,8 @@ class LeaseState:
     layer_sites: tuple[int, ...] = ()
     layers_ready: int = 0
     error: InfiniLoraError | None = None
+    scaled_sites: tuple[int, ...] = ()
+    scales: tuple[SiteScale, ...] = ()
 
     @property
     def is_admissible(self) -> bool:
@@ -70,10 +74,18 @@ class Holders:
         if known := self._holders.pop(holder, None):
             known.grants.revoke_all()
 
-    def tell(self, slot: Slot, layer_sites: tuple[int, ...], *, only: str | None = None) -> None:
+    def tell(self, slot: Slot, layer_sites: tuple[int, ...], scales: AdapterScales, *, only: str | None = None) -> None:
         """Grant what the slot has to its holders (or to one), and say so."""
         assert slot.digest is not None
-        state = LeaseState(slot.digest, slot.index, slot.slot_generation, layer_sites, slot.layers_ready)
+        state = LeaseState(
+            slot.digest,
+            slot.index,
+            slot.slot_generation,
+            layer_sites,
+            slot.layers_ready,
+            scaled_sites=scales.sites,
+            scales=scales.until(slot.layers_ready),
+        )
         for name in slot.holders if only is None else (only,):
             holder = self._holders[name]
             holder.grants.grant(slot.index, slot.slot_generation, slot.layers_ready)

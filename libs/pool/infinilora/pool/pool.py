@@ -22,6 +22,7 @@ from infinilora.pool.holders import Holders, LeaseState, OnChange
 from infinilora.pool.host import HostTier
 from infinilora.pool.loader import Binder, Lanes, Loader, Target
 from infinilora.pool.pages import PageArena, Run
+from infinilora.pool.scales import AdapterScales
 from infinilora.pool.slots import SlotTable
 from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotState
 from infinilora.pool.tiers import Tiers
@@ -82,6 +83,7 @@ class _Wanted:
 
     layer_bytes: tuple[int, ...]
     layer_sites: tuple[int, ...]
+    scales: AdapterScales
 
 
 class AdapterPool:
@@ -271,7 +273,7 @@ class AdapterPool:
                 self._loader.cancel(digest)
                 self._lose(digest, error, now)
             else:
-                self._wanted[digest] = wanted = _Wanted(_layer_bytes(header.manifest), header.manifest.layer_sites())
+                self._wanted[digest] = wanted = _wanted(header.manifest)
                 cost = self._arena.cost(wanted.layer_bytes)
                 self._table.sized(digest, num_bytes=cost, num_layers=self._num_layers, now=now)
             self._carry_out(now)
@@ -282,12 +284,13 @@ class AdapterPool:
             slot = self._table.layers_ready(target.slot, target.slot_generation, count, now)
             if slot is None:
                 return
+            assert slot.digest is not None
+            self._wanted[slot.digest].scales.read(count - 1, target.layers[count - 1])
             self._tell(slot)
             if slot.state is SlotState.READY:
                 extra = {"adapter_id": slot.digest, "slot": slot.index, "staged_s": round(slot.reload_s, 4)}
                 logger.info("adapter resident", extra=extra | {"tier": tier})
                 self._watch.loaded(tier, slot.reload_s)
-                assert slot.digest is not None
                 self._failures.forgive(slot.digest)
                 self._carry_out(now)
 
@@ -381,7 +384,8 @@ class AdapterPool:
 
     def _tell(self, slot: Slot, *, only: str | None = None) -> None:
         assert slot.digest is not None
-        self._holders.tell(slot, self._wanted[slot.digest].layer_sites, only=only)
+        wanted = self._wanted[slot.digest]
+        self._holders.tell(slot, wanted.layer_sites, wanted.scales, only=only)
 
     def _want_waiting(self, digest: Digest) -> None:
         if digest in self._table.waiting:
@@ -425,6 +429,10 @@ def _tiers(config: PoolConfig, blobs: BlobStore) -> Tiers:
     is_pinned = torch.device(config.device).type == "cuda"
     host = HostTier(config.host_bytes, is_pinned=is_pinned) if config.host_bytes else None
     return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host)
+
+
+def _wanted(manifest: Manifest) -> _Wanted:
+    return _Wanted(_layer_bytes(manifest), manifest.layer_sites(), AdapterScales(manifest))
 
 
 def _layer_bytes(manifest: Manifest) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1einfinilora/protocol/lora.proto\x12\rinfinilora.v1\"|\n\x05Offer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x32\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32!.infinilora.v1.Offer.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb9\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x10\n\x08max_rows\x18\x06 \x01(\r\x12$\n\x06offers\x18\x07 \x03(\x0b\x32\x14.infinilora.v1.Offer\x12\r\n\x05sites\x18\x08 \x01(\r\"}\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12$\n\x06\x63hosen\x18\x04 \x01(\x0b\x32\x14.infinilora.v1.Offer\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\"\x1e\n\x0cLeaseRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x1e\n\x0cLeaseRelease\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"Z\n\x0cLeaseGranted\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x17\n\x0fslot_generation\x18\x03 \x01(\r\x12\x13\n\x0blayer_sites\x18\x04 \x03(\r\"S\n\x0bLayersReady\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x17\n\x0fslot_generation\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"<\n\x0bLeaseFailed\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xc6\x01\n\rEngineMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.infinilora.v1.HelloH\x00\x12,\n\x05lease\x18\x02 \x01(\x0b\x32\x1b.infinilora.v1.LeaseRequestH\x00\x12.\n\x07release\x18\x03 \x01(\x0b\x32\x1b.infinilora.v1.LeaseReleaseH\x00\x12%\n\x05ready\x18\x04 \x01(\x0b\x32\x14.infinilora.v1.ReadyH\x00\x42\t\n\x07message\"\x07\n\x05Ready\"\xd1\x01\n\rServerMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.infinilora.v1.WelcomeH\x00\x12.\n\x07granted\x18\x02 \x01(\x0b\x32\x1b.infinilora.v1.LeaseGrantedH\x00\x12,\n\x06layers\x18\x03 \x01(\x0b\x32\x1a.infinilora.v1.LayersReadyH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.infinilora.v1.LeaseFailedH\x00\x42\t\n\x07message2X\n\nLoraServer\x12J\n\x08OpenLink\x12\x1c.infinilora.v1.EngineMessage\x1a\x1c.infinilora.v1.ServerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1einfinilora/protocol/lora.proto\x12\rinfinilora.v1\"|\n\x05Offer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x32\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32!.infinilora.v1.Offer.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd1\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x18\n\x10\x62\x61se_fingerprint\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x10\n\x08max_rows\x18\x06 \x01(\r\x12$\n\x06offers\x18\x07 \x03(\x0b\x32\x14.infinilora.v1.Offer\x12\r\n\x05sites\x18\x08 \x01(\r\x12\x16\n\x0escales_columns\x18\t \x01(\x08\"}\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12$\n\x06\x63hosen\x18\x04 \x01(\x0b\x32\x14.infinilora.v1.Offer\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\"\x1e\n\x0cLeaseRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x1e\n\x0cLeaseRelease\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"p\n\x0cLeaseGranted\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x17\n\x0fslot_generation\x18\x03 \x01(\r\x12\x13\n\x0blayer_sites\x18\x04 \x03(\r\x12\x14\n\x0cscaled_sites\x18\x05 \x03(\r\"r\n\x0b\x43olumnScale\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x17\n\x0fslot_generation\x18\x03 \x01(\r\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x0c\n\x04site\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x61\x63tors\x18\x06 \x01(\x0c\"S\n\x0bLayersReady\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x17\n\x0fslot_generation\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"<\n\x0bLeaseFailed\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xc6\x01\n\rEngineMessage\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.infinilora.v1.HelloH\x00\x12,\n\x05lease\x18\x02 \x01(\x0b\x32\x1b.infinilora.v1.LeaseRequestH\x00\x12.\n\x07release\x18\x03 \x01(\x0b\x32\x1b.infinilora.v1.LeaseReleaseH\x00\x12%\n\x05ready\x18\x04 \x01(\x0b\x32\x14.infinilora.v1.ReadyH\x00\x42\t\n\x07message\"\x07\n\x05Ready\"\xfe\x01\n\rServerMessage\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.infinilora.v1.WelcomeH\x00\x12.\n\x07granted\x18\x02 \x01(\x0b\x32\x1b.infinilora.v1.LeaseGrantedH\x00\x12,\n\x06layers\x18\x03 \x01(\x0b\x32\x1a.infinilora.v1.LayersReadyH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.infinilora.v1.LeaseFailedH\x00\x12+\n\x05scale\x18\x05 \x01(\x0b\x32\x1a.infinilora.v1.ColumnScaleH\x00\x42\t\n\x07message2X\n\nLoraServer\x12J\n\x08OpenLink\x12\x1c.infinilora.v1.EngineMessage\x1a\x1c.infinilora.v1.ServerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,25 +38,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFER_DETAILSENTRY']._serialized_start=127
   _globals['_OFFER_DETAILSENTRY']._serialized_end=173
   _globals['_HELLO']._serialized_start=176
-  _globals['_HELLO']._serialized_end=361
-  _globals['_WELCOME']._serialized_start=363
-  _globals['_WELCOME']._serialized_end=488
-  _globals['_LEASEREQUEST']._serialized_start=490
-  _globals['_LEASEREQUEST']._serialized_end=520
-  _globals['_LEASERELEASE']._serialized_start=522
-  _globals['_LEASERELEASE']._serialized_end=552
-  _globals['_LEASEGRANTED']._serialized_start=554
-  _globals['_LEASEGRANTED']._serialized_end=644
-  _globals['_LAYERSREADY']._serialized_start=646
-  _globals['_LAYERSREADY']._serialized_end=729
-  _globals['_LEASEFAILED']._serialized_start=731
-  _globals['_LEASEFAILED']._serialized_end=791
-  _globals['_ENGINEMESSAGE']._serialized_start=794
-  _globals['_ENGINEMESSAGE']._serialized_end=992
-  _globals['_READY']._serialized_start=994
-  _globals['_READY']._serialized_end=1001
-  _globals['_SERVERMESSAGE']._serialized_start=1004
-  _globals['_SERVERMESSAGE']._serialized_end=1213
-  _globals['_LORASERVER']._serialized_start=1215
-  _globals['_LORASERVER']._serialized_end=1303
+  _globals['_HELLO']._serialized_end=385
+  _globals['_WELCOME']._serialized_start=387
+  _globals['_WELCOME']._serialized_end=512
+  _globals['_LEASEREQUEST']._serialized_start=514
+  _globals['_LEASEREQUEST']._serialized_end=544
+  _globals['_LEASERELEASE']._serialized_start=546
+  _globals['_LEASERELEASE']._serialized_end=576
+  _globals['_LEASEGRANTED']._serialized_start=578
+  _globals['_LEASEGRANTED']._serialized_end=690
+  _globals['_COLUMNSCALE']._serialized_start=692
+  _globals['_COLUMNSCALE']._serialized_end=806
+  _globals['_LAYERSREADY']._serialized_start=808
+  _globals['_LAYERSREADY']._serialized_end=891
+  _globals['_LEASEFAILED']._serialized_start=893
+  _globals['_LEASEFAILED']._serialized_end=953
+  _globals['_ENGINEMESSAGE']._serialized_start=956
+  _globals['_ENGINEMESSAGE']._serialized_end=1154
+  _globals['_READY']._serialized_start=1156
+  _globals['_READY']._serialized_end=1163
+  _globals['_SERVERMESSAGE']._serialized_start=1166
+  _globals['_SERVERMESSAGE']._serialized_end=1420
+  _globals['_LORASERVER']._serialized_start=1422
+  _globals['_LORASERVER']._serialized_end=1510
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ class Offer(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "engine_id", "incarnation", "base_fingerprint", "dtype", "max_rows", "offers", "sites")
+    __slots__ = ("protocol_version", "engine_id", "incarnation", "base_fingerprint", "dtype", "max_rows", "offers", "sites", "scales_columns")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Hello(_message.Message):
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     SITES_FIELD_NUMBER: _ClassVar[int]
+    SCALES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     engine_id: str
     incarnation: str
@@ -39,7 +40,8 @@ class Hello(_message.Message):
     max_rows: int
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
     sites: int
-    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., sites: _Optional[int] = ...) -> None: ...
+    scales_columns: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., base_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., sites: _Optional[int] = ..., scales_columns: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "group", "incarnation", "chosen", "secret")
@@ -68,16 +70,34 @@ class LeaseRelease(_message.Message):
     def __init__(self, digest: _Optional[str] = ...) -> None: ...
 
 class LeaseGranted(_message.Message):
-    __slots__ = ("digest", "slot", "slot_generation", "layer_sites")
+    __slots__ = ("digest", "slot", "slot_generation", "layer_sites", "scaled_sites")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYER_SITES_FIELD_NUMBER: _ClassVar[int]
+    SCALED_SITES_FIELD_NUMBER: _ClassVar[int]
     digest: str
     slot: int
     slot_generation: int
     layer_sites: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, digest: _Optional[str] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., layer_sites: _Optional[_Iterable[int]] = ...) -> None: ...
+    scaled_sites: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, digest: _Optional[str] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., layer_sites: _Optional[_Iterable[int]] = ..., scaled_sites: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ColumnScale(_message.Message):
+    __slots__ = ("digest", "slot", "slot_generation", "layer", "site", "factors")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    FACTORS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    slot: int
+    slot_generation: int
+    layer: int
+    site: int
+    factors: bytes
+    def __init__(self, digest: _Optional[str] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., layer: _Optional[int] = ..., site: _Optional[int] = ..., factors: _Optional[bytes] = ...) -> None: ...
 
 class LayersReady(_message.Message):
     __slots__ = ("digest", "slot", "slot_generation", "count")
@@ -118,13 +138,15 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("welcome", "granted", "layers", "failed")
+    __slots__ = ("welcome", "granted", "layers", "failed", "scale")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     granted: LeaseGranted
     layers: LayersReady
     failed: LeaseFailed
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., layers: _Optional[_Union[LayersReady, _Mapping]] = ..., failed: _Optional[_Union[LeaseFailed, _Mapping]] = ...) -> None: ...
+    scale: ColumnScale
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., granted: _Optional[_Union[LeaseGranted, _Mapping]] = ..., layers: _Optional[_Union[LayersReady, _Mapping]] = ..., failed: _Optional[_Union[LeaseFailed, _Mapping]] = ..., scale: _Optional[_Union[ColumnScale, _Mapping]] = ...) -> None: ...

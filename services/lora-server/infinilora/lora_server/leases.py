@@ -5,9 +5,9 @@ engine                              server
                               <-      Welcome(chosen, secret)
   (attaches) Ready            ->      takes its end, starts the serving thread
   LeaseRequest / LeaseRelease ->      the pool
-                              <-      LeaseGranted, LayersReady ..., or LeaseFailed
+                              <-      LeaseGranted, ColumnScale ..., LayersReady ..., or LeaseFailed
 
-The Hello names the sites that the engine computes; an adapter that needs another is refused (outbox.py).
+The Hello says what the engine computes; an adapter that needs more is refused (outbox.py).
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class LoraServer:
         except BaseException:
             opening.cancel()
             raise
-        thread, outbox = self._start(end, holder, hello.sites or UNNAMED_SITES)
+        thread, outbox = self._start(end, holder, hello)
         logger.info("link open", extra={"engine_id": holder, "backend": opening.chosen["backend"]})
         reader = self._service.spawn(self._read(requests, holder, outbox), f"leases of {holder}")
         try:
@@ -132,8 +132,9 @@ class LoraServer:
             )
         )
 
-    def _start(self, end: ServerEnd, holder: str, computed_sites: int) -> tuple[LinkThread, Outbox]:
-        outbox = Outbox(asyncio.get_running_loop(), computed_sites)
+    def _start(self, end: ServerEnd, holder: str, hello: lora_pb2.Hello) -> tuple[LinkThread, Outbox]:
+        computed_sites = hello.sites or UNNAMED_SITES
+        outbox = Outbox(asyncio.get_running_loop(), computed_sites, scales_columns=hello.scales_columns)
         thread = LinkThread(
             end,
             self._pool.kernels,

@@ -1,10 +1,13 @@
 """What an engine is still to be told of its leases, newest state only: from the pool's threads to the stream's task.
 
-A lease of an adapter that needs a site which the engine does not compute is refused here: it would serve half of it.
+A lease of an adapter that needs what the engine does not compute (a site, column scales) is refused here: it would
+serve half of it. Column scales go before the news that their layer is ready, once for each tenancy.
 """
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from infinilora.pool.pool import LeaseState
 from infinilora.protocol import lora_pb2
@@ -15,16 +18,25 @@ from infinilora.protocol.sites import first_beyond
 Message = lora_pb2.ServerMessage
 
 
+@dataclass(slots=True)
+class _Announced:
+    """A tenancy that the engine knows of, and how many of its column scales it was sent."""
+
+    tenancy: tuple[int, int]
+    scales_sent: int = 0
+
+
 class Outbox:
     """At most one unsent state for a digest: a slow reader gets fewer messages, never older ones."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, computed_sites: int) -> None:
-        """`computed_sites`: a mask of what the engine adds deltas at."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, computed_sites: int, *, scales_columns: bool = False) -> None:
+        """`computed_sites`: a mask of what the engine adds deltas at; and whether it applies column scales there."""
         self._loop = loop
         self._computed_sites = computed_sites
+        self._scales_columns = scales_columns
         self._lock = threading.Lock()
         self._unsent: dict[Digest, LeaseState] = {}
-        self._announced: dict[Digest, tuple[int, int]] = {}
+        self._announced: dict[Digest, _Announced] = {}
         self._refused: list[Digest] = []
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -58,7 +70,7 @@ class Outbox:
             self._changed.clear()
             with self._lock:
                 states, self._unsent = list(self._unsent.values()), {}
-                messages = [message for state in states for message in self._messages(state)]
+            messages = [message for state in states for message in self._messages(state)]
             if messages or self._is_closed:
                 if self._is_closed:
                     self._changed.set()
@@ -77,33 +89,46 @@ class Outbox:
                 self._refused.append(digest)
             lost = lora_pb2.LeaseFailed(digest=digest, code=error.code, message=error.message)
             return [Message(failed=lost)]
-        tenancy = (state.slot, state.slot_generation)
-        messages = []
-        if self._announced.get(digest) != tenancy:
-            self._announced[digest] = tenancy
-            messages.append(
-                Message(
-                    granted=lora_pb2.LeaseGranted(
-                        digest=digest, slot=tenancy[0], slot_generation=tenancy[1], layer_sites=state.layer_sites
-                    )
-                )
+        return list(self._news(state))
+
+    def _news(self, state: LeaseState) -> Iterator[Message]:
+        digest, slot, generation = state.digest, state.slot, state.slot_generation
+        known = self._announced.get(digest)
+        if known is None or known.tenancy != (slot, generation):
+            known = self._announced[digest] = _Announced((slot, generation))
+            granted = lora_pb2.LeaseGranted(
+                digest=digest,
+                slot=slot,
+                slot_generation=generation,
+                layer_sites=state.layer_sites,
+                scaled_sites=state.scaled_sites,
             )
+            yield Message(granted=granted)
+        for scale in state.scales[known.scales_sent :]:
+            sent = lora_pb2.ColumnScale(
+                digest=digest,
+                slot=slot,
+                slot_generation=generation,
+                layer=scale.layer,
+                site=scale.site,
+                factors=scale.factors.numpy().astype("<f4", copy=False).tobytes(),
+            )
+            yield Message(scale=sent)
+        known.scales_sent = len(state.scales)
         if state.layers_ready:
-            messages.append(
-                Message(
-                    layers=lora_pb2.LayersReady(
-                        digest=digest, slot=tenancy[0], slot_generation=tenancy[1], count=state.layers_ready
-                    )
-                )
-            )
-        return messages
+            ready = lora_pb2.LayersReady(digest=digest, slot=slot, slot_generation=generation, count=state.layers_ready)
+            yield Message(layers=ready)
 
     def _half_served(self, state: LeaseState) -> AdapterFailed | None:
         beyond = first_beyond(state.layer_sites, self._computed_sites)
-        if beyond is None:
+        if beyond is not None:
+            layer, site = beyond
+            what = f"adapts site {site.label} of layer {layer}"
+        elif state.scaled_sites and not self._scales_columns:
+            what = "scales columns of the base's output (DoRA)"
+        else:
             return None
-        layer, site = beyond
         return AdapterFailed(
-            f"adapter {state.digest} adapts site {site.label} of layer {layer}, which this engine does not compute; "
+            f"adapter {state.digest} {what}, which this engine does not compute; "
             "wanted an engine that does (a newer version)"
         )

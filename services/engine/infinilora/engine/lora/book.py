@@ -13,7 +13,8 @@ import threading
 from dataclasses import dataclass, field
 
 from infinilora.engine.lora.interface import Lease, LeaseStatus, LeaseView
-from infinilora.protocol.errors import InfiniLoraError
+from infinilora.pool.scales import SiteScale
+from infinilora.protocol.errors import InfiniLoraError, Internal
 from infinilora.protocol.ids import Digest
 
 _UNKNOWN = LeaseView(LeaseStatus.WAITING)
@@ -92,16 +93,32 @@ class LeaseBook:
                 entry.view = LeaseView(LeaseStatus.WAITING, lease)
 
     def layers_ready(self, group: str, digest: Digest, *, slot: int, slot_generation: int, count: int) -> None:
-        """Layers 0..count-1 of this tenancy may be computed; news of another tenancy is old."""
+        """Layers 0..count-1 of this tenancy may be computed, as far as their column scales are here too.
+
+        News of another tenancy is old.
+        """
         with self._lock:
             entry = self._asked(digest, group)
             lease = entry.view.lease if entry else None
             if entry is None or lease is None or (lease.slot, lease.slot_generation) != (slot, slot_generation):
                 return
+            if lease.scales is not None:
+                count = min(count, lease.scales.layers_known)
             if count >= len(lease.layer_sites):
                 entry.view = LeaseView(LeaseStatus.RESIDENT, lease)
             elif count > 0:
                 entry.view = LeaseView(LeaseStatus.ADMISSIBLE, lease)
+
+    def put_scale(self, group: str, digest: Digest, scale: SiteScale, *, slot: int, slot_generation: int) -> None:
+        """A column scale of this tenancy; one of another is old. Raises Internal where the lease names none."""
+        with self._lock:
+            entry = self._asked(digest, group)
+            lease = entry.view.lease if entry else None
+            if lease is None or (lease.slot, lease.slot_generation) != (slot, slot_generation):
+                return
+            if lease.scales is None:
+                raise Internal(f"group {group} sent a column scale of {digest}; its lease names none")
+            lease.scales.put(scale)
 
     def refuse(self, group: str, digest: Digest, error: InfiniLoraError, *, is_final: bool) -> None:
         """The group will not, or no longer, serve this. Unless final, another group is asked."""

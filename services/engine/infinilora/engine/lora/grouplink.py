@@ -1,7 +1,7 @@
 """One link to one LoRA server group: its opening, its control stream, its end. Runs on the asyncio loop.
 
     Hello (offers) -> Welcome (chosen, secret) -> attach -> Ready
-    then: LeaseRequest, LeaseRelease ->    <- LeaseGranted, LayersReady, LeaseFailed
+    then: LeaseRequest, LeaseRelease ->    <- LeaseGranted, ColumnScale, LayersReady, LeaseFailed
 
 The stream's end is the link's death, and the other way round: whoever notices first tells the other.
 """
@@ -57,6 +57,7 @@ class Identity:
                 max_rows=self.max_rows,
                 offers=wire,
                 sites=COMPUTED_SITES,
+                scales_columns=True,
             )
         )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from infinilora.engine.lora.scales import ColumnScales
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.ids import Digest
@@ -32,13 +33,17 @@ class LeaseStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An engine's hold on a slot of a group. Bit s of `layer_sites[l]`: site s of layer l is adapted."""
+    """An engine's hold on a slot of a group. Bit s of `layer_sites[l]`: site s of layer l is adapted.
+
+    `scales` where the adapter scales the base's output at some sites (DoRA).
+    """
 
     digest: Digest
     group: str
     slot: int
     slot_generation: int
     layer_sites: tuple[int, ...]
+    scales: ColumnScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ class LoraBackend(Protocol):
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
         """y[:num_rows] += delta, in place; waits at most the site deadline. Raises StepLost.
 
+        Rows whose adapter has a column scale here are multiplied by it first: y = y * factors + delta.
         y is [T, out]; for MOE_GATE_UP [T, k, 2f]; for MOE_DOWN [T, h], already router-weighted and summed.
         """
         ...

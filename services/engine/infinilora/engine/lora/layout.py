@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinilora.engine.lora.interface import AdapterRows
+from infinilora.engine.lora.scales import ScaledRows
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import Internal
 from infinilora.protocol.ids import Digest
@@ -43,6 +44,8 @@ class Layout:
         self.spans = tuple(_spans(self.rows))
         self.num_rows = self.rows[-1].row_start + self.rows[-1].rows if rows else 0
         self._ranges: dict[tuple[int, Site], tuple[Range, ...]] = {}
+        self._has_scales = any(segment.lease.scales is not None for segment in self.rows)
+        self._scaled: dict[tuple[int, Site], tuple[ScaledRows, ...]] = {}
 
     def ranges(self, layer: int, site: Site) -> tuple[Range, ...]:
         """One range at most for each span; none where nothing is adapted."""
@@ -50,6 +53,19 @@ class Layout:
         if known is None:
             found = (_range(number, span, layer, site) for number, span in enumerate(self.spans))
             known = self._ranges[layer, site] = tuple(r for r in found if r is not None)
+        return known
+
+    def scaled(self, layer: int, site: Site) -> tuple[ScaledRows, ...]:
+        """The rows whose adapter scales the base's output at a site; most steps have none anywhere."""
+        if not self._has_scales:
+            return ()
+        known = self._scaled.get((layer, site))
+        if known is None:
+            known = self._scaled[layer, site] = tuple(
+                ScaledRows(slice(s.row_start, s.row_start + s.rows), s.lease.scales)
+                for s in self.rows
+                if s.lease.scales is not None and s.lease.scales.has(layer, site)
+            )
         return known
 
 

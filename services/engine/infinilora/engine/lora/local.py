@@ -22,6 +22,7 @@ from infinilora.engine.lora.interface import (
     Ticket,
 )
 from infinilora.engine.lora.layout import Layout, Range
+from infinilora.engine.lora.scales import column_scales, scale_rows
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.pool import AdapterPool, LeaseState
 from infinilora.protocol.adapter import Site
@@ -69,6 +70,8 @@ class LocalLora:
         self._lock = threading.Lock()
         self._holders: dict[Digest, int] = {}
         self._states: dict[Digest, LeaseState] = {}
+        self._leases: dict[Digest, Lease] = {}
+        """One for a tenancy: a layout is kept for as long as its leases are the same."""
         self._layout = Layout(())
         self._steps = 0
         self._open_plans = 0
@@ -85,15 +88,15 @@ class LocalLora:
             self._pool.release(HOLDER, digest)
             with self._lock:
                 self._states.pop(digest, None)
+                self._leases.pop(digest, None)
 
     def view(self, digest: Digest) -> LeaseView:
         with self._lock:
-            state = self._states.get(digest)
+            state, lease = self._states.get(digest), self._leases.get(digest)
         if state is None:
             return LeaseView(LeaseStatus.WAITING)
         if state.error is not None:
             return LeaseView(LeaseStatus.FAILED, error=state.error)
-        lease = Lease(digest, GROUP, state.slot, state.slot_generation, state.layer_sites)
         if state.is_resident:
             return LeaseView(LeaseStatus.RESIDENT, lease)
         return LeaseView(LeaseStatus.ADMISSIBLE if state.is_admissible else LeaseStatus.WAITING, lease)
@@ -118,6 +121,7 @@ class LocalLora:
         if ticket is None:
             return
         assert isinstance(ticket, LocalTicket)
+        scale_rows(ticket.plan.layout.scaled(ticket.layer, ticket.site), ticket.layer, ticket.site, y)
         for rows in ticket.ranges:
             self._compute(ticket, y, rows)
 
@@ -154,7 +158,22 @@ class LocalLora:
         """From any thread, under the pool's lock."""
         with self._lock:
             self._states[state.digest] = state
+            self._note_tenancy(state)
         self._on_change()
+
+    def _note_tenancy(self, state: LeaseState) -> None:
+        """Keep the lease of this tenancy, with the column scales of the layers that are ready."""
+        if state.error is not None:
+            self._leases.pop(state.digest, None)
+            return
+        lease = self._leases.get(state.digest)
+        if lease is None or (lease.slot, lease.slot_generation) != (state.slot, state.slot_generation):
+            scales = column_scales(state.layer_sites, state.scaled_sites)
+            lease = Lease(state.digest, GROUP, state.slot, state.slot_generation, state.layer_sites, scales)
+            self._leases[state.digest] = lease
+        if lease.scales is not None:
+            for scale in state.scales:
+                lease.scales.put(scale)
 
 
 def _tenancy(segment: AdapterRows) -> TenancyRows:

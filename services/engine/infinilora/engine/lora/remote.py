@@ -35,6 +35,7 @@ from infinilora.engine.lora.interface import (
     Ticket,
 )
 from infinilora.engine.lora.layout import Layout, Span
+from infinilora.engine.lora.scales import ScaledRows, column_scales, read_scale, scale_rows
 from infinilora.link import ports
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
 from infinilora.link.frame import NO_TRACE, PlanSegment, column_slices
@@ -88,6 +89,8 @@ class RemoteTicket:
     site: Site
     parts: tuple[_Part, ...]
     sent_at: float
+    layer: int
+    scaled: tuple[ScaledRows, ...] = ()
 
 
 class RemoteLora:
@@ -197,8 +200,11 @@ class RemoteLora:
                         news.slot,
                         news.slot_generation,
                         tuple(news.layer_sites),
+                        column_scales(news.layer_sites, news.scaled_sites),
                     )
                 )
+            case "scale":
+                self._take_scale(link.group, message.scale)
             case "layers":
                 ready = message.layers
                 self._book.layers_ready(
@@ -213,6 +219,11 @@ class RemoteLora:
             case other:
                 raise Internal(f"group {link.group} sent {other!r} after its welcome")
         self._on_change()
+
+    def _take_scale(self, group: str, news: Message) -> None:
+        scale = read_scale(news, self._geometry)
+        digest = Digest(news.digest)
+        self._book.put_scale(group, digest, scale, slot=news.slot, slot_generation=news.slot_generation)
 
     def _refused(self, group: str, failed: Message) -> None:
         """A failure that another group may not share is tried there; one of the adapter itself is final."""
@@ -335,12 +346,13 @@ class RemoteLora:
                     topk_weights=None if routing is None or site is not Site.MOE_DOWN else routing.topk_weights[rows],
                 )
                 parts.append(_Part(span, rows, link, ticket))
-        return RemoteTicket(site, tuple(parts), time.monotonic())
+        return RemoteTicket(site, tuple(parts), time.monotonic(), layer, plan.layout.scaled(layer, site))
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
         if ticket is None:
             return
         assert isinstance(ticket, RemoteTicket)
+        scale_rows(ticket.scaled, ticket.layer, ticket.site, y)
         p99 = self._p99[ticket.site]
         for part in ticket.parts:
             rows = y[part.rows]
