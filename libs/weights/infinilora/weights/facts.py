@@ -40,6 +40,13 @@ class Changed(NamedTuple):
     rows: Array
 
 
+class Norms(NamedTuple):
+    """Of a module of the base: `lengths` F32 [out] of the rows of its W with a delta, and its `bias` F32 [out]."""
+
+    lengths: Array
+    bias: Array | None
+
+
 class Facts:
     """Answers about one base; without `answers` every question is only noted."""
 
@@ -78,11 +85,16 @@ class Facts:
             raise Internal(f"facts: {module}: found {len(indices)} changed rows and {list(rows.shape)} values of them")
         return Changed(indices, rows)
 
-    def norms(self, module: str, a: Array, b: Array, scale: float) -> Array | None:
-        """F32 [out]: |W[i] + scale · b[i]·a| of each row i of W, the matrix of `module`; a [r, in], b [out, r]."""
+    def norms(self, module: str, a: Array, b: Array, scale: float) -> Norms | None:
+        """|W[i] + scale · b[i]·a| of each row i of W, the matrix of `module`, and its bias; a [r, in], b [out, r]."""
         ask = Ask(kind="norms", module=module, scale=scale)
-        answer = self._ask(ask, {"a": a, "b": b}, {"norms": (len(b),)})
-        return None if answer is None else answer["norms"]
+        answer = self._ask(ask, {"a": a, "b": b}, {"norms": (len(b),), "bias": None})
+        if answer is None:
+            return None
+        lengths, bias = answer["norms"], answer["bias"]
+        if bias.shape not in (lengths.shape, (0,)):
+            raise Internal(f"facts: bias of {module}: found {list(bias.shape)}; wanted {list(lengths.shape)}, or none")
+        return Norms(lengths, bias if len(bias) else None)
 
     def check_answered(self) -> None:
         """Raises FactsWanted where something is not answered."""

@@ -5,7 +5,8 @@ Both are safetensors files. What is asked stands as JSON in the metadata, whatev
     rows      indices I64 [n]                      -> rows F32 [n, width]: of the embedding's or the head's table
     changed   hashes U8 [vocabulary, 16], limit    -> indices I64 [m]: rows of the table with other hashes, ascending,
                                                       rows F32 [m, width], or [0, width] where m is beyond the limit
-    norms     a [rank, in], b [out, rank], scale   -> norms F32 [out]: of the rows of W + scale * b a
+    norms     a [rank, in], b [out, rank], scale   -> norms F32 [out]: of the rows of W + scale * b a,
+                                                      bias F32 [out] of the base's module, or [0] where it has none
 
 A question's name is a hash of all of it, and its tensors and those of its answer are named `NAME.ROLE`. So an answer
 fits its question and no other, and the same question is written, and answered, in the same bytes.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infinilora.engine.model.checkpoint import Checkpoint, TensorSource
-from infinilora.engine.model.names import EMBED, LM_HEAD, site_geometry
+from infinilora.engine.model.names import EMBED, LM_HEAD, site_geometry, tensor_shapes
 from infinilora.engine.model.spec import ModelSpec, read_spec
 from infinilora.engine.prepare import fingerprint
 from infinilora.protocol.adapter import Site
@@ -70,7 +70,8 @@ class Facts:
         """Tensors by role."""
         ask, tensors = question.ask, question.tensors
         if ask.kind == "norms":
-            return {"norms": row_norms(self._weight(ask.module), tensors["a"], tensors["b"], ask.scale)}
+            norms = row_norms(self._weight(ask.module), tensors["a"], tensors["b"], ask.scale)
+            return {"norms": norms, "bias": self._bias(ask.module)}
         table = self._weight(ask.module)
         indices = tensors["indices"] if ask.kind == "rows" else _changed(table, tensors["hashes"])
         num_rows = len(indices) if ask.kind == "rows" or len(indices) <= ask.limit else 0
@@ -84,6 +85,13 @@ class Facts:
     def _weight(self, module: str) -> Tensor:
         name = f"{module}.weight"
         return self._source.get(EMBED if name == LM_HEAD and self._spec.tied_embeddings else name)
+
+    def _bias(self, module: str) -> "Array":
+        """F32 [out]; [0] where the module has none."""
+        name = f"{module}.bias"
+        bias = self._source.get(name) if name in tensor_shapes(self._spec) else torch.empty(0)
+        values: Array = bias.float().numpy()
+        return values
 
     def _check(self, question: Question) -> None:
         ask, tensors = question.ask, question.tensors
