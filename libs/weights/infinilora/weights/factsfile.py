@@ -29,6 +29,8 @@ from infinilora.weights.tensorfile import LENGTH_BYTES, NUMPY_DTYPES, Array, Ten
 
 VERSION = 1
 MAX_QUESTIONS = 10_000
+MAX_ROWS = 1 << 16
+"""Of a table, in one question or answer."""
 HASH_BYTES = 16
 """Of a row: two rows of one hash are one row."""
 DTYPES = {**NUMPY_DTYPES, "I64": np.dtype("<i8"), "U8": np.dtype(np.uint8)}
@@ -60,10 +62,11 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata of an answer."""
+    """The metadata of an answer: to these questions, so that it can be read without them."""
 
     version: int = VERSION
     base: Fingerprint
+    asks: dict[str, Ask] = {}
     is_tied: bool
     """Whether the base's head is its embedding."""
 

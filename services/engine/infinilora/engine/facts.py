@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,20 +24,25 @@ from infinilora.engine.prepare import fingerprint
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable
 from infinilora.protocol.ids import Fingerprint
-from infinilora.weights.factsfile import HASH_BYTES, AnswerHead, Question, answer_bytes, read_request, row_hashes
+from infinilora.weights.factsfile import (
+    HASH_BYTES,
+    MAX_ROWS,
+    AnswerHead,
+    Question,
+    answer_bytes,
+    read_request,
+    row_hashes,
+)
 
 if TYPE_CHECKING:
     from infinilora.weights.tensorfile import Array
 
 MAX_RANK = 1 << 14
-MAX_ROWS = 1 << 16
 PIECE_BYTES = 16 << 20
 """Of a matrix in fp64, at a time."""
 _ROW_PIECE = 1024
 _CLOSE = 2.0**-40
 """How near to the middle of two fp32 numbers a norm is computed again: far beyond the error of any fp64 product."""
-
-Answers = dict[str, dict[str, "Array"]]
 
 
 class Facts:
@@ -78,9 +84,10 @@ class Facts:
         rows = table[torch.from_numpy(indices[:num_rows].copy())].float().numpy()
         return {"rows": rows} if ask.kind == "rows" else {"indices": indices, "rows": rows}
 
-    def file(self, answers: Mapping[str, Mapping[str, "Array"]]) -> bytes:
+    def file(self, questions: Mapping[str, Question], answers: Mapping[str, Mapping[str, "Array"]]) -> bytes:
         """The answer file."""
-        return answer_bytes(self._head, answers)
+        asks = {name: question.ask for name, question in questions.items()}
+        return answer_bytes(msgspec.structs.replace(self._head, asks=asks), answers)
 
     def _weight(self, module: str) -> Tensor:
         name = f"{module}.weight"
@@ -184,11 +191,12 @@ def main() -> int:
         spec = read_spec(args.directory)
         source = Checkpoint(args.directory, spec)
         facts = Facts(spec, source, fingerprint(spec, source))
-        answers = {name: facts.answer(question) for name, question in facts.read(args.request).items()}
+        questions = facts.read(args.request)
+        answers = {name: facts.answer(question) for name, question in questions.items()}
     except InfiniLoraError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return 1
-    args.out.write_bytes(facts.file(answers))
+    args.out.write_bytes(facts.file(questions, answers))
     return 0
 
 

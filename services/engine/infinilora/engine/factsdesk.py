@@ -64,7 +64,7 @@ class FactsDesk:
             answers = {}
             for name, question in questions.items():  # a caller that goes away is heard of between two
                 answers[name] = await loop.run_in_executor(self._thread, self._facts.answer, question)
-            return await loop.run_in_executor(self._thread, self._facts.file, answers)
+            return await loop.run_in_executor(self._thread, self._facts.file, questions, answers)
 
     def _open(self) -> IO[bytes]:
         self._directory.mkdir(parents=True, exist_ok=True)
