@@ -11,7 +11,8 @@ from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import AdapterError
 from infinilora.weights.ingest import ingest
 from infinilora.weights.packed import part_arrays, part_biases, read_header
-from support.explicit_merge import Deltas, NoMeaning, disagreement, explicit_deltas
+from support.explicit_merge import Deltas, disagreement, explicit_deltas
+from support.explicit_rules import NoMeaning
 from support.faulty_adapters import faulty
 from support.random_adapters import Adapter, adapters
 

@@ -1,62 +1,53 @@
 """What the files of an adapter do to the weights of its base: W' = W + delta, dense, in float64, read the slow way.
 
 The oracle of tests/property. Written from PEFT's documentation, its source (0.21.2) and the layouts that trainers
-write; it shares no line and no table with the code that it judges, and it reads the files for itself.
+write; with `explicit_rules` and `explicit_files` it shares no line and no table with the code that it judges, and
+it reads the files for itself.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import safetensors
 from numpy.typing import NDArray
 
 from infinilora.protocol.adapter import BaseCard
+from support.explicit_files import (
+    MLX_TENSORS_NAME,
+    TENSORS_NAME,
+    Array,
+    biases_of,
+    pairs_of,
+    read_tensors,
+)
+from support.explicit_rules import (
+    CONFIG_NAME,
+    EMBEDDING,
+    Config,
+    NoMeaning,
+    is_excluded,
+    rank_of,
+    read_config,
+    scale_of,
+    targets_module,
+    targets_parameter,
+)
 
-Array = NDArray[Any]
-Config = Mapping[str, Any]
 Deltas = dict[str, NDArray[np.float64]]
 """Module of the base, as its card names it (experts by number) -> W' - W [out, in].
 
 `<module>.bias` -> what is added to its output whatever the input (`lora_bias`) [out].
 """
 
-CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
-MLX_TENSORS_NAME = "adapters.safetensors"
-DEFAULT_RANK, DEFAULT_ALPHA = 8, 8
 CROSSED_UNTIL = (0, 19, 0)
 """The last PEFT that read a stacked parameter [experts, out, in] as [experts, in, out]."""
-
-_READ = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
-    "bias", "peft_version",
-}  # fmt: skip
-_NO_MATTER = {
-    "base_model_name_or_path", "revision", "task_type", "inference_mode", "lora_dropout", "auto_mapping",
-    "fan_in_fan_out", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "loftq_config",
-    "lora_ga_config", "runtime_config", "lora_bias",
-}  # fmt: skip
-"""Of no effect on W' once trained. `lora_bias` says that there are tensors beside it, and those are read."""
-_INITS_THAT_KEEP_THE_BASE = {"gaussian", "eva", "orthogonal"}
-
-_WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))??(?P<weight>\.weight)?")
-_EMBEDDING = "embed_tokens"
-_EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))?")
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 STACKED = ("gate_up_proj", "down_proj")
 """The parameters of transformers' fused experts, in the order in which the module declares them."""
-
-
-class NoMeaning(Exception):
-    """The files say nothing definite about this base: who serves them makes something up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +81,12 @@ def explicit_deltas(directory: Path, card: BaseCard) -> Deltas:
 def _read(directory: Path, card: BaseCard) -> Deltas:
     if (directory / MLX_TENSORS_NAME).exists() and not (directory / TENSORS_NAME).exists():
         return _read_mlx(directory, projections(card))
-    config = _read_config(directory / CONFIG_NAME)
+    config = read_config(directory / CONFIG_NAME)
     reader = _Reader(config, card, projections(card))
-    tensors = _read_tensors(directory / TENSORS_NAME)
-    pairs = _pairs({key: tensor for key, tensor in tensors.items() if not key.endswith(".bias")})
+    tensors = read_tensors(directory / TENSORS_NAME)
+    pairs = pairs_of(tensors)
     deltas = Deltas()
-    for module, delta in [*reader.every_delta(pairs), *reader.every_bias(tensors)]:
+    for module, delta in [*reader.every_delta(pairs), *reader.every_bias(biases_of(tensors))]:
         if module in deltas:
             raise NoMeaning(f"{module} is adapted twice")
         deltas[module] = delta
@@ -103,174 +94,12 @@ def _read(directory: Path, card: BaseCard) -> Deltas:
     return deltas
 
 
-# The rules of the config -------------------------------------------------------------------------
-
-
-def rank_of(config: Config, name: str) -> int:
-    """The first pattern, in file order, that is the name or a dotted tail of it; else `r`."""
-    return int(_by_pattern(config.get("rank_pattern"), name, _given(config, "r", DEFAULT_RANK)))
-
-
-def scale_of(config: Config, name: str) -> float:
-    """alpha / r, or alpha / sqrt(r), with the alpha and the r of this module."""
-    alpha = float(_by_pattern(config.get("alpha_pattern"), name, _given(config, "lora_alpha", DEFAULT_ALPHA)))
-    rank = rank_of(config, name)
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-
-def _given(config: Config, key: str, default: Any) -> Any:
-    value = config.get(key)
-    return default if value is None else value
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise
-
-
-def targets_module(config: Config, name: str, *, old_peft: bool = False) -> bool:
-    """Whether PEFT wraps this linear module. `old_peft`: it took the last number of a name for the layer."""
-    targets = config.get("target_modules")
-    if _is_excluded(config.get("exclude_modules"), name):
-        return False
-    if targets is None:
-        return not config.get("target_parameters")  # nothing said at all: what is in the file is what was trained
-    if isinstance(targets, str):
-        is_linear = name != "lm_head" and not name.endswith(_EMBEDDING)
-        return (targets.lower() == "all-linear" and is_linear) or re.fullmatch(targets, name) is not None
-    if name in targets:
-        return True  # what is named in full is adapted whatever its layer
-    return _is_named(targets, name) and _is_in_layers(config, name, last=old_peft)
-
-
-def targets_parameter(config: Config, name: str) -> bool:
-    """Whether PEFT wraps this parameter by `target_parameters`."""
-    return _is_named(config.get("target_parameters") or (), name)
-
-
-def _is_named(names: Sequence[str], name: str) -> bool:
-    return any(name == known or name.endswith(f".{known}") for known in names)
-
-
-def _is_excluded(exclude: Any, name: str) -> bool:
-    if isinstance(exclude, str):
-        return bool(exclude) and re.fullmatch(exclude, name) is not None
-    return _is_named(exclude or (), name)
-
-
-def _is_in_layers(config: Config, name: str, *, last: bool) -> bool:
-    wanted = config.get("layers_to_transform")
-    if wanted is None or wanted == []:
-        return True
-    any_text = ".*" if last else ".*?"
-    patterns = config.get("layers_pattern") or None
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    forms = [rf"{any_text}\.[^.]*\.(\d+)\."] if not patterns else [rf"(?:^|{any_text}\.){p}\.(\d+)\." for p in patterns]
-    for form in forms:
-        if found := re.match(form, name):
-            return int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
-    return False
-
-
-def _read_config(path: Path) -> Config:
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise NoMeaning(f"config: {error}") from error
-    if not isinstance(config, dict):
-        raise NoMeaning("config is not an object")
-    if config.get("peft_type") != "LORA":
-        raise NoMeaning(f"peft_type {config.get('peft_type')!r}")
-    if config.get("bias") not in (None, "none"):
-        raise NoMeaning("trained biases")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in _INITS_THAT_KEEP_THE_BASE:
-        raise NoMeaning(f"init {init!r} changed the base")
-    active = [key for key, value in config.items() if value and key not in _READ | _NO_MATTER]
-    if active:
-        raise NoMeaning(f"unknown and active: {active}")
-    return config
-
-
-# The tensors -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Pair:
-    a: Array | None = None
-    b: Array | None = None
-
-
-def _read_tensors(path: Path) -> dict[str, Array]:
-    """float64 copies of every tensor of the file."""
-    try:
-        raw = safetensors.deserialize(path.read_bytes())
-    except safetensors.SafetensorError as error:
-        raise NoMeaning(f"weights: {error}") from error
-    return {name: _numbers(name, str(t["dtype"]), t["shape"], bytes(t["data"])) for name, t in raw}
-
-
-def _numbers(name: str, dtype: str, shape: Sequence[int], data: bytes) -> Array:
-    match dtype:
-        case "F32" | "F16" | "F64":
-            values = np.frombuffer(data, f"<f{int(dtype[1:]) // 8}").astype(np.float64)
-        case "BF16":  # the upper half of a float32
-            values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        case _:
-            raise NoMeaning(f"{name} is {dtype}")
-    if not np.isfinite(values).all():
-        raise NoMeaning(f"{name} is not finite")
-    return values.reshape(shape)
-
-
-def _pairs(tensors: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-    """(A, B) by module name, wrappers' prefixes and the adapter's own name taken off."""
-    found: dict[str, _Pair] = {}
-    prefixes, adapters = set(), set()
-    for key, tensor in tensors.items():
-        bare = _unwrapped(key)
-        parts = _EMBEDDING_KEY.fullmatch(bare) or _KEY.fullmatch(bare)
-        is_embedding = parts is not None and parts.re is _EMBEDDING_KEY
-        if parts is None or not (is_embedding or parts["weight"] or tensor.ndim == 3):
-            raise NoMeaning(f"{key} is no half of a pair")
-        if is_embedding != parts["module"].endswith(_EMBEDDING):
-            raise NoMeaning(f"{key} takes a matrix for a table, or a table for a matrix")
-        prefixes.add(key.removesuffix(bare))
-        adapters.add(parts["adapter"])
-        pair = found.setdefault(parts["module"], _Pair())
-        if (pair.a if parts["half"] == "A" else pair.b) is not None:
-            raise NoMeaning(f"{key} is there twice")
-        if parts["half"] == "A":
-            pair.a = tensor
-        else:
-            pair.b = tensor
-    if not found:
-        raise NoMeaning("no tensors")
-    if len(prefixes) > 1 or len(adapters) > 1:
-        raise NoMeaning(f"more than one file in one: prefixes {prefixes}, adapters {adapters}")
-    return {module: _whole(module, pair) for module, pair in found.items()}
-
-
-def _unwrapped(key: str) -> str:
-    while wrapper := next((w for w in _WRAPPERS if key.startswith(w)), None):
-        key = key.removeprefix(wrapper)
-    return key
-
-
-def _whole(module: str, pair: _Pair) -> tuple[Array, Array]:
-    if pair.a is None or pair.b is None:
-        raise NoMeaning(f"half a pair: {module}")
-    return pair.a, pair.b
-
-
 def _read_mlx(directory: Path, base: dict[str, Projection]) -> Deltas:
     """What mlx-lm writes: a [in, rank], b [rank, out], and the scale as it is, which no rank divides."""
     config = json.loads((directory / CONFIG_NAME).read_bytes())
     if config.get("fine_tune_type", "lora") != "lora" or "peft_type" in config:
         raise NoMeaning("not plain LoRA of mlx-lm")
-    tensors, deltas = _read_tensors(directory / MLX_TENSORS_NAME), Deltas()
+    tensors, deltas = read_tensors(directory / MLX_TENSORS_NAME), Deltas()
     parameters = config.get("lora_parameters") or {}
     if not {"scale", "rank"} <= parameters.keys():
         raise NoMeaning("mlx-lm's own defaults are not in the file")
@@ -323,22 +152,16 @@ class _Reader:
         for one in fused:
             yield from self._flattened(one, is_crossed=is_crossed)
 
-    def every_bias(self, tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    def every_bias(self, biases: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """PEFT keeps the bias inside lora_B, so that what scales B scales it."""
-        for key, bias in tensors.items():
-            if not key.endswith(".bias"):
-                continue
-            parts = _KEY.fullmatch(_unwrapped(key.removesuffix("bias") + "weight"))
-            if parts is None or parts["half"] != "B" or not self._config.get("lora_bias"):
-                raise NoMeaning(f"{key} is no bias of LoRA's")
-            if key.removesuffix("bias") + "weight" not in tensors:
-                raise NoMeaning(f"{key} stands alone")
-            name = parts["module"]
-            if name.endswith(_EMBEDDING):
+        for name, bias in biases.items():
+            if not self._config.get("lora_bias"):
+                raise NoMeaning(f"{name} has a bias, and the config has no lora_bias")
+            if name.endswith(EMBEDDING):
                 raise NoMeaning("PEFT has no lora_bias for embeddings")
             rows = self._rows(self._card_name(name))
             if bias.shape != (sum(self._base[row].out_dim for row in rows),):
-                raise NoMeaning(f"{key} is {bias.shape}")
+                raise NoMeaning(f"the bias of {name} is {bias.shape}")
             for row, part in self._cut(rows, scale_of(self._config, name) * bias):
                 yield f"{row}.bias", part
 
@@ -364,9 +187,7 @@ class _Reader:
         """What the trainer's model calls the module, and the joined module or parameter that may hold it there."""
         parent, _, leaf = module.rpartition(".")
         if old_mixtral and ".mlp." in module:
-            old = {new: old for old, new in _MIXTRAL.items()}
-            parent = parent.replace(".mlp", ".block_sparse_moe")
-            yield f"{parent}.{old.get(leaf, leaf)}"
+            yield from _names_in_old_mixtral(parent, leaf)
             return
         yield module
         yield f"{module}.weight"
@@ -375,7 +196,7 @@ class _Reader:
             yield f"{expert[1]}.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}"
 
     def _is_any_excluded(self, names: Sequence[str]) -> bool:
-        return any(_is_excluded(self._config.get("exclude_modules"), name) for name in names)
+        return any(is_excluded(self._config.get("exclude_modules"), name) for name in names)
 
     def _is_targeted(self, name: str) -> bool:
         if self._config.get("target_modules") is None and not self._config.get("target_parameters"):
@@ -483,6 +304,17 @@ class _Reader:
             a = one.a[expert * rank : (expert + 1) * rank]
             delta = scale_of(self._config, one.name) * (one.b[:, expert::number] @ a)
             yield from self._cut(self._rows(f"{one.experts}.{expert}.{one.leaf}"), delta.T if is_crossed else delta)
+
+
+def _names_in_old_mixtral(parent: str, leaf: str) -> Iterator[str]:
+    """A module by its name until transformers 4.57, and the parameters of all experts that others made of it."""
+    leaf = {new: old for old, new in _MIXTRAL.items()}.get(leaf, leaf)
+    parent = parent.replace(".mlp", ".block_sparse_moe")
+    yield f"{parent}.{leaf}"
+    yield f"{parent}.{leaf}.weight"
+    if expert := re.fullmatch(r"(.+)\.experts\.\d+", parent):
+        yield f"{expert[1]}.{leaf}"
+        yield f"{expert[1]}.experts.{leaf}"
 
 
 def _demand_shapes(name: str, a: Array, b: Array, a_shape: tuple[int, int], b_shape: tuple[int, int]) -> None:

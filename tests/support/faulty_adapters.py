@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from support.random_adapters import PREFIX, Adapter, Array, Draw, file_bytes
+from support.explicit_files import Array
+from support.random_adapters import PREFIX, Adapter, file_bytes
+from support.random_configs import Draw
 
 _ACTIVE_KEYS: tuple[tuple[str, Any], ...] = (
     ("use_dora", True),
