@@ -160,6 +160,64 @@ async def test_a_swap_of_several_keys_is_made_whole_or_not_at_all(store: Store, 
     ]
 
 
+async def test_a_field_of_a_hash_is_changed_as_a_key_is_and_leaves_the_others(store: Store, key: str) -> None:
+    assert await store.get_field(key, "a", int) is None
+    assert await store.swap([Change(key, None, 3, "a"), Change(key, None, 7, "b")])
+    found = await store.get_field(key, "a", int)
+    assert found is not None
+    assert (found.value, found.raw) == (3, b"3")
+    assert not await store.swap([Change(key, None, 4, "a")])
+    assert not await store.swap([Change(key, b"2", None, "a")])
+    assert await store.swap([Change(key, b"3", None, "a"), Change(key, b"7", field="b")])
+    left = [await store.get_field(key, field, int) for field in "ab"]
+    assert [value.value if value else None for value in left] == [None, 7]
+
+
+async def test_a_counter_can_be_a_condition(store: Store, key: str) -> None:
+    epoch, lease = f"{key}:epoch", f"{key}:lease"
+    await store.acquire_lease(lease, "c1", 5, epoch_key=epoch)
+    assert await store.swap([Change(epoch, b"1"), Change(key, None, Record("first"))])
+    await store.release_lease(lease, "c1", 1)
+    await store.acquire_lease(lease, "c2", 5, epoch_key=epoch)
+    assert not await store.swap([Change(epoch, b"1"), Change(key, None, Record("late"))])
+
+
+async def test_a_journal_is_trimmed_of_what_is_marked_and_says_up_to_where(store: Store, key: str) -> None:
+    journal, marks, floor, count = (f"{key}:{name}" for name in ("journal", "marks", "floor", "count"))
+    for name in "abcd":
+        await store.swap([], also=[Stamp(journal, name, count)])
+    await store.swap([], also=[Stamp(marks, name, count) for name in "abd"])  # 5, 6, 7
+    await store.swap([], also=[Unstamp(marks, "a")])
+    assert await store.trim(journal, marks=marks, floor=floor, up_to=5) == 0
+    assert await store.counter(floor) == 0
+    assert await store.trim(journal, marks=marks, floor=floor, up_to=6) == 1
+    assert await store.journal(journal, 0, 10) == [("a", 1), ("c", 3), ("d", 4)]
+    assert await store.journal(marks, 0, 10) == [("d", 7)]
+    assert await store.counter(floor) == 6
+
+
+async def test_a_trim_takes_a_batch_at_a_time(store: Store, key: str) -> None:
+    journal, marks, floor, count = (f"{key}:{name}" for name in ("journal", "marks", "floor", "count"))
+    names = [f"n{number}" for number in range(READ_BATCH + 1)]
+    await store.swap([], also=[Stamp(journal, name, count) for name in names])
+    await store.swap([], also=[Stamp(marks, name, count) for name in names])
+    taken = [await store.trim(journal, marks=marks, floor=floor, up_to=10_000) for _ in range(3)]
+    assert taken == [READ_BATCH, 1, 0]
+    assert await store.journal(journal, 0, 10) == []
+    assert await store.counter(floor) == 2 * len(names)
+
+
+@pytest.mark.integration
+async def test_a_set_is_read_in_parts_and_whole(redis_server: ValkeyServer, key: str) -> None:
+    async with RedisStore(redis_server.url) as store:
+        wanted = {f"t/n{number}" for number in range(3 * READ_BATCH)}
+        await store._redis.sadd(key, *wanted)
+        parts = [part async for part in store.members(key)]
+        assert {member for part in parts for member in part} == wanted
+        assert len(parts) > 1
+        assert [part async for part in store.members(f"{key}:none")] == [[]]
+
+
 async def test_of_many_writers_each_round_exactly_one_wins(store: Store, key: str) -> None:
     await store.put(key, Record("n", 0))
     wins = 0

@@ -286,7 +286,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str = "none"
     """`none`: fail closed. `base`: this adapter's owner accepts base output when it cannot be served."""
     deleted_at: str = ""
-    """Set: a tombstone. Nothing resolves to it and no list shows it; it keeps `last_version`."""
+    """Set: a tombstone of an older gateway. Nothing resolves to it; `keys.last_versions` takes its place."""
     last_version: int = 0
     """The highest version ever given under this name, deleted ones too, so that `name@vN` means one digest for ever.
 

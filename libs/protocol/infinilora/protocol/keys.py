@@ -1,12 +1,24 @@
 """Every Redis key and every object name in one place. One writer per fact, named beside each key."""
 
+import zlib
+
 from infinilora.protocol.ids import Digest, Fingerprint
 
 # Redis -----------------------------------------------------------------------------------------
 
 REGISTRY_JOURNAL = "infinilora:registry:journal"
 """Sorted set of `adapter_entry` and `alias_entry`, each with the revision of its last change: mirrors read what is
-after theirs. Deleted names stay in it. Writer: the adapter API."""
+after theirs. Deleted names stay in it for a while. Writer: the adapter API."""
+
+GRAVES = "infinilora:registry:graves"
+"""Sorted set of those entries of the journal whose record is gone, by the revision of that. Writer: the adapter API."""
+
+REGISTRY_FLOOR = "infinilora:registry:floor"
+"""The highest number of a grave that was taken out of the journal: whoever has not read so far reads all anew. Writer:
+the adapter API."""
+
+REGISTRY_INDEX = "infinilora:registry:index"
+"""Set of `tenant/name`: every adapter of a registry older than the journal. Written by nobody any more."""
 
 REGISTRY_REVISION = "infinilora:registry:revision"
 """Counter, raised by each change of the registry; mirrors compare it. Writer: the adapter API."""
@@ -25,6 +37,14 @@ EPOCH = "infinilora:epoch"
 def adapter(tenant: str, name: str) -> str:
     """JSON `AdapterRecord`. Writer: the adapter API, by compare-and-set."""
     return f"infinilora:adapter:{tenant}/{name}"
+
+
+def last_versions(tenant: str, name: str) -> str:
+    """Hash name -> the highest version ever given under a name that is deleted now. Writer: the adapter API.
+
+    A tenant's deleted names are spread over 4096 hashes: small ones are kept without a pointer, in some bytes a name.
+    """
+    return f"infinilora:last-versions:{tenant}:{zlib.crc32(name.encode()) % 4096:03x}"
 
 
 def alias(tenant: str, name: str) -> str:

@@ -6,7 +6,7 @@ They pass the contract suites of the real ones, encode every value as these do, 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from infinilora.protocol.ids import Digest
 from infinilora.runtime.bus import Handler, answer, decode_reply, encode
 from infinilora.runtime.store import (
     COLD,
+    READ_BATCH,
     Change,
     Effect,
     Lease,
@@ -128,6 +129,11 @@ def _matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))
 
 
+def _path(key: str, field: str) -> str:
+    """Where a field of a hash is kept; no key holds a NUL."""
+    return f"{key}\0{field}" if field else key
+
+
 class MemoryStore:
     """A store in a dict. Everything between two awaits is atomic, as a script is in Redis."""
 
@@ -153,6 +159,9 @@ class MemoryStore:
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]:
         return [await self.get(key, kind) for key in wanted]
 
+    async def get_field(self, key: str, field: str, kind: type[T]) -> Value[T] | None:
+        return await self.get(_path(key, field), kind)
+
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
         self._check_connected()
         self._write(key, msgspec.json.encode(value), ttl_s)
@@ -166,19 +175,33 @@ class MemoryStore:
         return await self.swap([Change(key, expected_raw, None)], also=also)
 
     async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
-        if any(self._read(change.key) != change.expected for change in changes):
+        if any(self._read(_path(change.key, change.field)) != change.expected for change in changes):
             return Swap(is_done=False)
         for change in changes:
+            path = _path(change.key, change.field)
             if change.value is None:
-                self._drop(change.key)
+                self._drop(path)
             elif change.value is not msgspec.UNSET:
-                self._write(change.key, msgspec.json.encode(change.value), None)
+                self._write(path, msgspec.json.encode(change.value), None)
         return Swap(is_done=True, counters=self._apply(also))
 
     async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
         self._check_connected()
         found = sorted(self._journals.get(key, {}).items(), key=lambda pair: pair[1])
         return [pair for pair in found if pair[1] > after][:limit]
+
+    async def trim(self, key: str, *, marks: str, floor: str, up_to: int) -> int:
+        marked = [pair for pair in await self.journal(marks, 0, READ_BATCH) if pair[1] <= up_to]
+        for member, number in marked:
+            self._journals.get(key, {}).pop(member, None)
+            del self._journals[marks][member]
+            self._counters[floor] = number
+        return len(marked)
+
+    async def members(self, key: str) -> AsyncIterator[list[str]]:  # noqa: ARG002 - the interface's
+        """Nothing: sets are what registries older than this process hold."""
+        self._check_connected()
+        yield []
 
     async def counter(self, key: str) -> int:
         self._check_connected()
@@ -231,7 +254,8 @@ class MemoryStore:
         self._check_connected()
         if self._expiry.get(key, math.inf) <= self._clock():
             self._drop(key)
-        return self._values.get(key)
+        count = self._counters.get(key)
+        return self._values.get(key) if count is None else b"%d" % count
 
     def _write(self, key: str, raw: bytes, ttl_s: float | None) -> None:
         self._values[key] = raw

@@ -1,4 +1,4 @@
-"""Facts that outlive processes, in Redis: values, journals, counters, leases and heat.
+"""Facts that outlive processes, in Redis: values, fields, journals, counters, leases and heat.
 
 Values are msgspec structs as JSON, so that an operator can read them. Every call has a deadline under a
 second and raises `Unavailable` past it; after a few failures a breaker answers at once for a while. What is
@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from infinilora.protocol import keys
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest
+from infinilora.runtime import redis_scripts as scripts
 
 T = TypeVar("T")
 
@@ -46,12 +47,14 @@ class Value(NamedTuple, Generic[T]):
 class Change(NamedTuple):
     """One key of a swap: `expected` is what it must hold (None: nothing); `value` replaces that.
 
-    A value of None deletes the key; UNSET leaves it as it is, and the key is a condition only.
+    A value of None deletes the key; UNSET leaves it as it is, and the key is a condition only. With `field`, all this
+    is of one field of the hash at the key.
     """
 
     key: str
     expected: bytes | None
     value: Any = msgspec.UNSET
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,10 @@ class Store(Protocol):
 
     async def get(self, key: str, kind: type[T]) -> Value[T] | None: ...
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]: ...
+    async def get_field(self, key: str, field: str, kind: type[T]) -> Value[T] | None:
+        """One field of the hash at a key."""
+        ...
+
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None: ...
     async def compare_and_set(
         self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
@@ -114,6 +121,18 @@ class Store(Protocol):
 
     async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
         """The first `limit` members stamped after this number, with their numbers, in their order."""
+        ...
+
+    async def trim(self, key: str, *, marks: str, floor: str, up_to: int) -> int:
+        """Take out of the journal at `key`, and out of `marks`, what `marks` holds up to a number; how many that were.
+
+        The highest number of them is left at `floor`: whoever has read the journal only up to a lower one may have
+        missed some. At most READ_BATCH at a time, in the order of `marks`.
+        """
+        ...
+
+    def members(self, key: str) -> AsyncIterator[list[str]]:
+        """What is in the set at a key, in parts; some may come twice."""
         ...
 
     async def counter(self, key: str) -> int: ...
@@ -155,11 +174,12 @@ class RedisStore:
             )
         )
         self._breaker = Breaker(clock)
-        self._swap = self._redis.register_script(_SWAP)
-        self._add_heat = self._redis.register_script(_ADD_HEAT)
-        self._read_heat = self._redis.register_script(_READ_HEAT)
-        self._acquire = self._redis.register_script(_ACQUIRE)
-        self._renew = self._redis.register_script(_RENEW)
+        self._swap = self._redis.register_script(scripts.SWAP)
+        self._trim = self._redis.register_script(scripts.TRIM)
+        self._add_heat = self._redis.register_script(scripts.ADD_HEAT)
+        self._read_heat = self._redis.register_script(scripts.READ_HEAT)
+        self._acquire = self._redis.register_script(scripts.ACQUIRE)
+        self._renew = self._redis.register_script(scripts.RENEW)
 
     async def __aenter__(self) -> "RedisStore":
         return self
@@ -186,6 +206,11 @@ class RedisStore:
             pairs = zip(batch, raws, strict=True)
             found += [None if raw is None else Value(decode(key, raw, kind), raw) for key, raw in pairs]
         return found
+
+    async def get_field(self, key: str, field: str, kind: type[T]) -> Value[T] | None:
+        async with self._deadline():
+            raw = await self._redis.hget(key, field)
+        return None if raw is None else Value(decode(key, raw, kind), raw)
 
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
         async with self._deadline():
@@ -216,6 +241,18 @@ class RedisStore:
         async with self._deadline():
             found = await self._redis.zrangebyscore(key, f"({after}", "+inf", start=0, num=limit, withscores=True)
         return [(member.decode(), int(number)) for member, number in found]
+
+    async def trim(self, key: str, *, marks: str, floor: str, up_to: int) -> int:
+        async with self._deadline():
+            return int(await self._trim(keys=[key, marks, floor], args=[up_to, READ_BATCH]))
+
+    async def members(self, key: str) -> AsyncIterator[list[str]]:
+        cursor, is_more = 0, True
+        while is_more:
+            async with self._deadline():
+                cursor, found = await self._redis.sscan(key, cursor, count=READ_BATCH)
+            yield [member.decode() for member in found]
+            is_more = cursor != 0
 
     async def counter(self, key: str) -> int:
         async with self._deadline():
@@ -319,12 +356,14 @@ def decode(key: str, raw: bytes, kind: type[T]) -> T:
         raise Internal(f"what the store holds at {key} is not a {kind.__name__}: {error}") from error
 
 
-def _change(change: Change) -> tuple[bytes, str, bytes]:
-    """What the script takes for a change: expected (empty: absent), what to do, new value."""
-    expected = change.expected or b""
+def _change(change: Change) -> tuple[str, bytes, str, bytes]:
+    """What the script takes for a change: field, expected (empty: absent), what to do, new value."""
+    field, expected = change.field, change.expected or b""
     if change.value is msgspec.UNSET:
-        return expected, "KEEP", b""
-    return (expected, "DEL", b"") if change.value is None else (expected, "SET", msgspec.json.encode(change.value))
+        return field, expected, "KEEP", b""
+    if change.value is None:
+        return field, expected, "DEL", b""
+    return field, expected, "SET", msgspec.json.encode(change.value)
 
 
 def _effect(effect: Effect) -> tuple[str, str, str, str]:
@@ -338,74 +377,3 @@ def _effect(effect: Effect) -> tuple[str, str, str, str]:
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
-
-
-# KEYS: one for each change, then two for each effect (its journal, its counter). ARGV: the number of changes; for each
-# its expected value, what to do and its new value; for each effect what to do and its member.
-_SWAP = """
-local n = tonumber(ARGV[1])
-for i = 1, n do
-  if (redis.call('GET', KEYS[i]) or '') ~= ARGV[3 * i - 1] then return {0} end
-end
-for i = 1, n do
-  if ARGV[3 * i] == 'SET' then redis.call('SET', KEYS[i], ARGV[3 * i + 1])
-  elseif ARGV[3 * i] == 'DEL' then redis.call('DEL', KEYS[i]) end
-end
-local reply = {1}
-for i = 1, (#KEYS - n) / 2 do
-  local key, counter = KEYS[n + 2 * i - 1], KEYS[n + 2 * i]
-  local act, member = ARGV[3 * n + 2 * i], ARGV[3 * n + 2 * i + 1]
-  if act == 'STAMP' then
-    local number = redis.call('INCR', counter)
-    redis.call('ZADD', key, number, member)
-    table.insert(reply, number)
-  else redis.call('ZREM', key, member) end
-end
-return reply
-"""
-
-# A late amount is decayed to the stamp, an early score to now: the sum is the same in either order.
-_ADD_HEAT = """
-local half_life, amount, now = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local held = redis.call('HGET', KEYS[1], ARGV[1])
-local score, stamp = 0, now
-if held then
-  local s, t = string.match(held, '^(%S+) (%S+)$')
-  score, stamp = tonumber(s), tonumber(t)
-end
-if now >= stamp then
-  score, stamp = score * 2 ^ ((stamp - now) / half_life) + amount, now
-else
-  score = score + amount * 2 ^ ((now - stamp) / half_life)
-end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.17g %.17g', score, stamp))
-"""
-
-_READ_HEAT = """
-local half_life, now, cold = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local flat, reply = redis.call('HGETALL', KEYS[1]), {}
-for i = 1, #flat, 2 do
-  local s, t = string.match(flat[i + 1], '^(%S+) (%S+)$')
-  local score = tonumber(s) * 2 ^ (math.min(0, tonumber(t) - now) / half_life)
-  if score < cold then redis.call('HDEL', KEYS[1], flat[i])
-  else
-    table.insert(reply, flat[i])
-    table.insert(reply, string.format('%.17g', score))
-  end
-end
-return reply
-"""
-
-_ACQUIRE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return false end
-local epoch = redis.call('INCR', KEYS[2])
-redis.call('SET', KEYS[1], epoch .. ' ' .. ARGV[1], 'PX', ARGV[2])
-return epoch
-"""
-
-# A time to live of 0 gives the lease up.
-_RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-if ARGV[2] == '0' then redis.call('DEL', KEYS[1]) else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 1
-"""

@@ -20,11 +20,15 @@ class _Kept(NamedTuple):
 
 
 class Registry:
-    """Names as of `_revision`. What is derived from all of them is made anew only when one has changed."""
+    """Names as of `_revision`. What is derived from all of them is made anew only when one has changed.
+
+    `_whole_at`: no deletion up to this number is missed, whatever is taken out of the journal.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._revision = 0
+        self._whole_at = 0
         self._kept: dict[str, _Kept] = {}
         self._digests: frozenset[Digest] | None = None
         self._adapters: dict[Fingerprint, dict[Digest, Adapter]] = {}
@@ -32,10 +36,27 @@ class Registry:
     async def refresh(self) -> None:
         """Read what changed, a batch at a time. Raises Unavailable and goes on from there the next time."""
         revision = await self._store.counter(keys.REGISTRY_REVISION)
+        if revision == self._revision == self._whole_at:
+            return
         if revision < self._revision:  # another store, or an older state of it
-            self._revision = 0
-            self._kept.clear()
-            self._forget_derived()
+            self._begin_anew()
+        while True:
+            if not self._revision:
+                self._whole_at = revision
+            await self._read_up_to(revision)
+            # After the journal: what was taken out of it while it was read shows.
+            if await self._store.counter(keys.REGISTRY_FLOOR) <= self._whole_at:
+                break
+            self._begin_anew()
+            revision = await self._store.counter(keys.REGISTRY_REVISION)
+        self._whole_at = self._revision
+
+    def _begin_anew(self) -> None:
+        self._revision = 0
+        self._kept.clear()
+        self._forget_derived()
+
+    async def _read_up_to(self, revision: int) -> None:
         while revision > self._revision:
             entries = await self._store.journal(keys.REGISTRY_JOURNAL, self._revision, READ_BATCH)
             names = [entry for entry, _ in entries if not entry.startswith(keys.ALIAS)]

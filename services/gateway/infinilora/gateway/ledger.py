@@ -1,12 +1,13 @@
 """The registry's one writer: what names mean, changed by compare-and-set.
 
 Every change reads what it depends on, decides, and writes all of it in one script that fails if anything read has
-changed meanwhile; then it reads again. A version number is given once, tombstones included; an alias and an
-adapter never share a name.
+changed meanwhile; then it reads again. A version number is given once under a name, also across its deletion; an
+alias and an adapter never share a name.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,7 +19,6 @@ from infinilora.gateway.versions import (
     earlier,
     last_version,
     next_record,
-    now,
     numbered,
     reference,
     version_of,
@@ -29,12 +29,16 @@ from infinilora.protocol.control import AdapterEvent
 from infinilora.protocol.errors import AdapterNotFound, Conflict, Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.bus import Bus
-from infinilora.runtime.store import Change, Stamp, Store, Value
+from infinilora.runtime.store import Change, Effect, Stamp, Store, Unstamp, Value
+
+logger = logging.getLogger(__name__)
 
 MAX_RACES = 20
 """Times a change is tried again because somebody else has changed the same names meanwhile."""
 DYING_PAUSE_S = 0.25
 """Before a digest that is being collected is looked at again."""
+KEPT_CHANGES = 10_000
+"""So many changes later a deleted name leaves the journal; a mirror that is further behind reads everything anew."""
 
 
 class Outcome(NamedTuple):
@@ -45,14 +49,19 @@ class Outcome(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What Redis holds under one name: an adapter's record or tombstone, and an alias; each or neither."""
+    """What Redis holds under one name: an adapter's record, an alias, and the last version of what was deleted."""
 
     adapter: Value[AdapterRecord] | None
     alias: Value[AliasRecord] | None
+    number: Value[int] | None
+
+    @property
+    def after(self) -> int:
+        return self.number.value if self.number else 0
 
     @property
     def live(self) -> AdapterRecord | None:
-        """The record, unless it is a tombstone."""
+        """The record, unless it is the tombstone of an older gateway."""
         return self.adapter.value if self.adapter and not self.adapter.value.deleted_at else None
 
 
@@ -70,6 +79,7 @@ class Ledger:
 
     async def watch(self, digest: Digest) -> None:
         """Have a packed file that no name may ever lead to looked at later, and deleted then."""
+        await self._take_up()
         await self._store.swap([], also=[Stamp(keys.CONDEMNED, digest, keys.REGISTRY_REVISION)])
 
     async def point(self, tenant: str, name: str, content: Content) -> Outcome:
@@ -81,7 +91,7 @@ class Ledger:
             if held.live is not None and held.live.current == content.digest:
                 return Outcome(held.live, is_changed=False)
             _check_replaceable(held.live, content)
-            record = next_record(held.adapter.value if held.adapter else None, tenant, name, content)
+            record = next_record(held.adapter.value if held.adapter else None, tenant, name, content, after=held.after)
             digest = await self._store.get(keys.digest(content.digest), DigestRecord)
             if digest is not None and digest.value.state == "dying":
                 await asyncio.sleep(DYING_PAUSE_S)
@@ -91,8 +101,10 @@ class Ledger:
                 Change(keys.adapter(tenant, name), _raw(held.adapter), record),
                 Change(keys.alias(tenant, name), None),
                 Change(keys.digest(content.digest), _raw(digest), DigestRecord(refs=tuple(sorted(refs)))),
+                Change(keys.last_versions(tenant, name), _raw(held.number), None, name),
             ]
-            if await self._write("put", record, changes, [_adapter_stamp(record)]):
+            entry = keys.adapter_entry(tenant, name)
+            if await self._write("put", record, changes, [Unstamp(keys.GRAVES, entry), _adapter_stamp(record)]):
                 return Outcome(record, is_changed=True)
         raise Unavailable(f"adapter '{name}' changes too fast, or its content is being deleted", retry_after_s=2.0)
 
@@ -118,7 +130,7 @@ class Ledger:
                     return held.alias.value
             elif held.adapter is None or held.live is None:
                 raise AdapterNotFound(f"adapter '{name}' does not exist", param="name")
-            elif await self._bury(held.adapter):
+            elif await self._bury(held.adapter, held.number):
                 return held.adapter.value
         raise _too_fast(name)
 
@@ -148,18 +160,23 @@ class Ledger:
                 Change(keys.adapter(tenant, name), _raw(here.adapter)),
                 Change(keys.adapter(tenant, ref.name), there.adapter.raw, record),
             ]
-            stamps = [_alias_stamp(alias), _adapter_stamp(record)]
+            also: list[Effect] = [
+                Unstamp(keys.GRAVES, keys.alias_entry(tenant, name)),
+                _alias_stamp(alias),
+                _adapter_stamp(record),
+            ]
             if before is not None and before.live is not None:
                 left = _without_alias(before.live, name)
                 changes.append(Change(keys.adapter(tenant, old), _raw(before.adapter), left))
-                stamps.append(_adapter_stamp(left))
-            if await self._write("alias", record, changes, stamps, name=name, digest=digest):
+                also.append(_adapter_stamp(left))
+            if await self._write("alias", record, changes, also, name=name, digest=digest):
                 return Outcome(record, is_changed=True)
         raise _too_fast(name)
 
     async def _held(self, tenant: str, name: str) -> _Held:
         adapter = await self._store.get(keys.adapter(tenant, name), AdapterRecord)
-        return _Held(adapter, await self._store.get(keys.alias(tenant, name), AliasRecord))
+        alias = await self._store.get(keys.alias(tenant, name), AliasRecord)
+        return _Held(adapter, alias, await self._store.get_field(keys.last_versions(tenant, name), name, int))
 
     async def _edit(self, tenant: str, name: str, edit: Callable[[AdapterRecord], AdapterRecord]) -> Outcome:
         for _ in range(MAX_RACES):
@@ -176,28 +193,24 @@ class Ledger:
                 return Outcome(record, is_changed=True)
         raise _too_fast(name)
 
-    async def _bury(self, found: Value[AdapterRecord]) -> bool:
-        """Put a tombstone in a record's place, take its aliases away, and have its digests looked at."""
+    async def _bury(self, found: Value[AdapterRecord], number: Value[int] | None) -> bool:
+        """Leave a record's last version, take the rest and its aliases away, and have its digests looked at."""
         record = found.value
-        tombstone = msgspec.structs.replace(
-            record,
-            revision=record.revision + 1,
-            versions=(),
-            pinned=False,
-            aliases=(),
-            deleted_at=now(),
-            last_version=last_version(record),
-        )
-        changes = [Change(keys.adapter(record.tenant, record.name), found.raw, tombstone)]
-        stamps = [_adapter_stamp(tombstone)]
-        for name in record.aliases:
-            alias = await self._store.get(keys.alias(record.tenant, name), AliasRecord)
-            if alias is not None and alias.value.target.partition("@")[0] == record.name:
-                changes.append(Change(keys.alias(record.tenant, name), alias.raw, None))
-                stamps.append(_alias_stamp(alias.value))
+        tenant, name = record.tenant, record.name
+        last = max(last_version(record), number.value if number else 0)
+        changes = [
+            Change(keys.adapter(tenant, name), found.raw, None),
+            Change(keys.last_versions(tenant, name), _raw(number), last, name),
+        ]
+        stamps = [_adapter_stamp(record), _grave(keys.adapter_entry(tenant, name))]
+        for other in record.aliases:
+            alias = await self._store.get(keys.alias(tenant, other), AliasRecord)
+            if alias is not None and alias.value.target.partition("@")[0] == name:
+                changes.append(Change(keys.alias(tenant, other), alias.raw, None))
+                stamps += [_alias_stamp(alias.value), _grave(keys.alias_entry(tenant, other))]
         digests = dict.fromkeys(version.digest for version in record.versions)
         stamps += [Stamp(keys.CONDEMNED, digest, keys.REGISTRY_REVISION) for digest in digests]
-        return await self._write("delete", tombstone, changes, stamps)
+        return await self._write("delete", record, changes, stamps)
 
     async def _delete_alias(self, found: Value[AliasRecord]) -> bool:
         alias = found.value
@@ -210,21 +223,26 @@ class Ledger:
             Change(keys.adapter(record.tenant, record.name), target.raw, record),
         ]
         return await self._write(
-            "delete", record, changes, [_alias_stamp(alias), _adapter_stamp(record)], name=alias.name
+            "delete",
+            record,
+            changes,
+            [_alias_stamp(alias), _grave(keys.alias_entry(alias.tenant, alias.name)), _adapter_stamp(record)],
+            name=alias.name,
         )
 
     async def _write(
         self,
         action: Literal["put", "delete", "alias"],
         record: AdapterRecord,
-        changes: list[Change],
-        stamps: list[Stamp],
+        changes: Sequence[Change],
+        also: Sequence[Effect],
         *,
         name: str = "",
         digest: Digest | None = None,
     ) -> bool:
         """Make the changes, look at them, and announce what `name` (the record's own by default) means now."""
-        swap = await self._store.swap(changes, also=stamps)
+        await self._take_up()
+        swap = await self._store.swap(changes, also=also)
         if not swap:
             return False
         await self._registry.look()
@@ -236,7 +254,21 @@ class Ledger:
             digest=digest or record.current,
         )
         await self._bus.publish(subjects.ADAPTER_EVENTS, event)
+        if action == "delete":
+            await self._trim(swap.counters[-1] - KEPT_CHANGES)
         return True
+
+    async def _take_up(self) -> None:
+        """Nothing is written, and so nothing deleted, before the names that older gateways left are in the journal."""
+        if not self._registry.is_loaded:
+            await self._registry.refresh()
+
+    async def _trim(self, up_to: int) -> None:
+        """Have the journal no longer than its live names and the latest deletions."""
+        try:
+            await self._store.trim(keys.REGISTRY_JOURNAL, marks=keys.GRAVES, floor=keys.REGISTRY_FLOOR, up_to=up_to)
+        except Unavailable as error:  # the deletion is done; the next one trims more
+            logger.debug("journal not trimmed", extra={"reason": error.message})
 
 
 def _check_replaceable(live: AdapterRecord | None, content: Content) -> None:
@@ -263,7 +295,7 @@ def _without_alias(record: AdapterRecord, name: str) -> AdapterRecord:
     )
 
 
-def _raw(value: Value[AdapterRecord] | Value[AliasRecord] | Value[DigestRecord] | None) -> bytes | None:
+def _raw(value: Value[AdapterRecord] | Value[AliasRecord] | Value[DigestRecord] | Value[int] | None) -> bytes | None:
     return value.raw if value else None
 
 
@@ -273,6 +305,11 @@ def _adapter_stamp(record: AdapterRecord) -> Stamp:
 
 def _alias_stamp(alias: AliasRecord) -> Stamp:
     return Stamp(keys.REGISTRY_JOURNAL, keys.alias_entry(alias.tenant, alias.name), keys.REGISTRY_REVISION)
+
+
+def _grave(entry: str) -> Stamp:
+    """Behind the journal's own stamp: its number is the higher one."""
+    return Stamp(keys.GRAVES, entry, keys.REGISTRY_REVISION)
 
 
 def _too_fast(name: str) -> Conflict:

@@ -1,8 +1,9 @@
 """A mirror of the adapter registry, whole and in memory; the gateway resolves names from it alone.
 
-It is read once at the start and then follows the registry's journal: every change has a number, and what came
-after the mirror's own is read, nothing else. Events only say that it is time to look; one that is lost costs a
-second. While Redis is away the mirror stands still and keeps serving what it knows.
+It is read once at the start, after what older gateways left was taken up (adopt.py), and then follows the registry's
+journal: every change has a number, and what came after the mirror's own is read, nothing else. Events only say that it
+is time to look; one that is lost costs a second. While Redis is away the mirror stands still and keeps serving what it
+knows.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from infinilora.gateway.adopt import adopt, shrink
 from infinilora.gateway.mirror import Entry, Mirror
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord, AliasRecord
@@ -87,15 +89,33 @@ class Registry:
     async def refresh(self) -> None:
         """Make the mirror agree with Redis. Raises Unavailable."""
         async with self._reading:
-            revision = await self._store.counter(keys.REGISTRY_REVISION)
-            if self._revision is None or revision < self._revision:  # younger than we: another store, or an older state
-                fresh = Mirror()
-                self._revision = max(revision, await self._read(fresh, 0))
-                self._mirror = fresh
-                logger.info("registry read", extra={"revision": self._revision, "adapters": len(fresh)})
-            elif revision > self._revision:
-                self._revision = max(revision, await self._read(self._mirror, self._revision))
+            if not await self._is_followed():
+                await self._read_all()
             self._seen_s = time.monotonic()
+
+    async def _is_followed(self) -> bool:
+        """Read what came after the mirror's number; False if that cannot be told from the journal."""
+        revision = await self._store.counter(keys.REGISTRY_REVISION)
+        if self._revision is None or revision < self._revision:  # younger than we: another store, or an older state
+            return False
+        if revision > self._revision:
+            last = await self._read(self._mirror, self._revision)
+            # After the journal: what was taken out of it while it was read shows.
+            if await self._store.counter(keys.REGISTRY_FLOOR) > self._revision:
+                return False
+            self._revision = max(revision, last)
+        return True
+
+    async def _read_all(self) -> None:
+        await adopt(self._store)
+        while True:
+            begun = await self._store.counter(keys.REGISTRY_REVISION)
+            fresh = Mirror()
+            last = await self._read(fresh, 0)
+            if await self._store.counter(keys.REGISTRY_FLOOR) <= begun:
+                break
+        self._revision, self._mirror = max(begun, last), fresh
+        logger.info("registry read", extra={"revision": self._revision, "adapters": len(fresh)})
 
     async def _read(self, mirror: Mirror, after: int) -> int:
         """Bring a mirror up to date with what was changed after a number; the last number read."""
@@ -114,6 +134,8 @@ class Registry:
                 mirror.drop(*name)
             else:
                 mirror.put(value.value)
+        if tombstones := [value for value in found if value is not None and value.value.deleted_at]:
+            await shrink(self._store, tombstones)
 
     async def _read_aliases(self, mirror: Mirror, names: list[tuple[str, str]]) -> None:
         found = await self._store.get_many([keys.alias(*name) for name in names], AliasRecord)

@@ -28,10 +28,13 @@ class Content(NamedTuple):
     declared_base: str = ""
 
 
-def next_record(old: AdapterRecord | None, tenant: str, name: str, content: Content) -> AdapterRecord:
-    """The record with this content current; content that was a version before becomes current again."""
+def next_record(old: AdapterRecord | None, tenant: str, name: str, content: Content, *, after: int) -> AdapterRecord:
+    """The record with this content current; content that was a version before becomes current again.
+
+    `after`: the last version of what was deleted under this name; 0 if nothing was.
+    """
     versions = old.versions if old else ()
-    number = last_version(old) if old else 0
+    number = max(last_version(old) if old else 0, after)
     if all(version.digest != content.digest for version in versions):
         number += 1
         version = VersionRecord(
