@@ -10,7 +10,7 @@ import torch
 
 from infinilora.cli.stack import Urls
 from support.cases import Oracle, make_base
-from support.procs import WeedServer
+from support.procs import TlsWeedServer, WeedServer
 from support.s3_proxy import S3Proxy
 from support.stacks import StackFactory
 from support.worlds import SMALL_CACHE_BYTES, World
@@ -30,6 +30,15 @@ ENV: dict[str, dict[str, str]] = {
 S3_WORLDS = ("L",)
 
 
+def keys(server: WeedServer) -> dict[str, str]:
+    return {"INFINILORA_S3_ACCESS_KEY": server.access_key, "INFINILORA_S3_SECRET_KEY": server.secret_key}
+
+
+def elsewhere(endpoint: str) -> dict[str, str]:
+    """What some clients of S3 take for their endpoint, whatever they are told: here a server that only watches."""
+    return dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"), endpoint) | {"AWS_REGION": "elsewhere-1"}
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """Parametrized by name: pytest runs all cases of one world before the next one starts."""
@@ -47,7 +56,13 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             servers.callback(weed.kill)
             proxy = servers.enter_context(S3Proxy(weed.port))
             urls = Urls(store=proxy.url("cases"))
-            env = {"INFINILORA_S3_ACCESS_KEY": weed.access_key, "INFINILORA_S3_SECRET_KEY": weed.secret_key}
+            env = keys(weed)
+        if variant == "tls":
+            server = TlsWeedServer(root / "weed").start()
+            servers.callback(server.kill)
+            proxy = servers.enter_context(S3Proxy(server.port))
+            urls = Urls(store=server.url("cases"))
+            env = keys(server) | elsewhere(proxy.endpoint)
         try:
             api = await factory.start(checkpoint, env=env, urls=urls)
             made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)

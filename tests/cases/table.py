@@ -80,11 +80,7 @@ CASES = {
     "D09": Case("loaded, used and unloaded, again and again", "holds"),
     "D11": Case("prefixes that begin alike", "holds"),
     "D12": Case("forms of an S3 address", "holds"),
-    "D14": Case(
-        "endpoint, region, style, TLS",
-        "open",
-        "endpoint, region and style: `tests/contract/test_s3_faults.py`; TLS is not shown",
-    ),
+    "D14": Case("endpoint, region, TLS of one's own", "holds"),
     "D15": Case("S3 errors as API errors", "holds"),
     "D16": Case("restarts forget nothing", "holds"),
     "D28": Case("cached files that vanish", "holds"),

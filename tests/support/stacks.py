@@ -41,17 +41,17 @@ class StackFactory:
         self.apis.append(api)
         return api
 
-    async def another_gateway(self, name: str, env: dict[str, str]) -> Api:
-        """A second gateway of the latest system, told what `env` says beyond the first."""
+    async def another_gateway(self, name: str, env: dict[str, str], *, until: str = "/readyz") -> Api:
+        """A second gateway of the latest system, told what `env` says beyond the first; `/healthz`: it only lives."""
         plan, (port,) = self.stack._started(), free_ports(1)
         own = {"INFINILORA_GATEWAY_ID": name, **env}
         plan = dataclasses.replace(plan, gateway_port=port, shared={**plan.shared, **own})
         child = Child(services.gateway(plan), self.stack.home.new_log(name), lambda *_: None)
         self.children.append(child)
         child.start()
-        await child.until_ready()
         api = Api(plan.url)
         self.apis.append(api)
+        await api.wait(until, lambda _: True, within_s=30)
         return api
 
     @property

@@ -6,10 +6,11 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx
 import pytest
+import urllib3
 from minio import Minio
 
 from support.api import Api, Scored
@@ -74,9 +75,12 @@ class World:
         """A client of the system's own S3 server, and the bucket."""
         shared = self.factory.stack._started().shared
         url = urlsplit(shared["INFINILORA_STORE_URL"])
-        endpoint = urlsplit(parse_qs(url.query)["endpoint"][0])
+        options = dict(parse_qsl(url.query))
+        endpoint = urlsplit(options["endpoint"])
         keys = (shared["INFINILORA_S3_ACCESS_KEY"], shared["INFINILORA_S3_SECRET_KEY"])
-        return Minio(endpoint.netloc, *keys, secure=False, region="us-east-1"), url.netloc
+        http = urllib3.PoolManager(ca_certs=options.get("ca"))
+        is_tls = endpoint.scheme == "https"
+        return Minio(endpoint.netloc, *keys, secure=is_tls, region="us-east-1", http_client=http), url.netloc
 
     async def exact_from(self, uri: str, changes: Iterable[Change], *, name: str) -> dict[str, Any]:
         """`exact`, for an adapter that the gateway reads from the store."""
