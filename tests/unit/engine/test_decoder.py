@@ -52,14 +52,30 @@ def test_every_family_equals_transformers_in_a_mixed_chunked_batch(
         assert oracle(name).shortfall(ids, told.tokens) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MOE])
+OUTER = [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head"), (*ATTENTION, "lm_head"), ATTENTION]
+
+
+def targets_in(name: str) -> list[tuple[str, ...]]:
+    """Of the adapters of one step: attention, MLP, both and, where there is one, the router."""
+    mlp = EXPERTS.get(name, MLP)
+    return [ATTENTION, mlp, (*ATTENTION, *mlp), *([("gate",)] if name in MOE else [])]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        *(pytest.param(name, targets_in(name), id=name) for name in (*DENSE, *MOE)),
+        *(pytest.param(name, OUTER, id=f"{name}-outer") for name in ("llama", "llama-tied", "qwen2_moe")),
+    ],
+)
 def test_adapters_of_different_ranks_and_targets_share_a_step_with_the_base(
-    name: str, loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Oracle], adapter: Callable[..., Path]
+    name: str,
+    targets: list[tuple[str, ...]],
+    loaded: Callable[[str], LoadedModel],
+    oracle: Callable[[str], Oracle],
+    adapter: Callable[..., Path],
 ) -> None:
-    targets = [ATTENTION, EXPERTS.get(name, MLP), (*ATTENTION, *EXPERTS.get(name, MLP))]
-    if name in MOE:
-        targets.append(("gate",))
-    directories = [adapter(name, 4 + 2 * i, t, 11 + i) for i, t in enumerate(targets)]
+    directories = [adapter(name, 3 + 2 * i, t, 11 + i) for i, t in enumerate(targets)]
     lora = PlainLora(loaded(name).card)
     digests = [lora.register(d) for d in directories]
     engine = TestEngine(loaded(name), lora, limits=Limits(max_running=8, step_tokens=16))
@@ -105,32 +121,6 @@ def test_the_shared_experts_gate_takes_its_adapter_before_the_sigmoid(
 
     assert error_of(told, prompt(9), oracle("qwen2_moe"), directory) < TOLERANCE
     assert error_of(told, prompt(9), oracle("qwen2_moe"), None) > 20 * TOLERANCE
-
-
-OUTER = [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head"), (*ATTENTION, "lm_head")]
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2_moe"])
-def test_adapters_of_embedding_and_lm_head_share_a_step_with_others_and_the_base(
-    name: str, loaded: Callable[[str], LoadedModel], oracle: Callable[[str], Oracle], adapter: Callable[..., Path]
-) -> None:
-    directories = [adapter(name, 3 + i, targets, 51 + i) for i, targets in enumerate([*OUTER, ATTENTION])]
-    lora = PlainLora(loaded(name).card)
-    digests = [lora.register(d) for d in directories]
-    engine = TestEngine(loaded(name), lora, limits=Limits(max_running=8, step_tokens=16))
-    ids = prompt(13)
-    asked: list[tuple[Path | None, Heard]] = [
-        (directory, engine.ask(ids, digest=digest, max_tokens=5, logprobs=1, prompt_logprobs=1))
-        for directory, digest in zip(directories, digests, strict=True)
-    ]
-    asked.append((None, engine.ask(ids, max_tokens=5, logprobs=1, prompt_logprobs=1)))
-
-    engine.run()
-
-    for directory, told in asked:
-        assert error_of(told, ids, oracle(name), directory) < TOLERANCE
-        if directory is not None:
-            assert error_of(told, ids, oracle(name), None) > 100 * TOLERANCE
 
 
 def test_only_adapters_of_lm_head_cost_a_second_plan(
