@@ -108,6 +108,9 @@ class DefinedKernels:
         self.bound: dict[tuple[int, int], dict[int, SiteWeights]] = {}
         self.on_bind: Callable[[int, int], None] = lambda slot, layer: None
 
+    def native_step(self) -> None:
+        """None: Python sees every call."""
+
     def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None:
         self.on_bind(slot, layer)
         self.bound.setdefault((layer, site), {})[slot] = parts

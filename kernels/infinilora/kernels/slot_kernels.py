@@ -16,6 +16,7 @@ from torch import Tensor
 from infinilora.kernels import cpu_ops, native, reference
 from infinilora.kernels.abi import Launch, SiteDescriptor, describe
 from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
+from infinilora.kernels.step import NativeStep
 
 if TYPE_CHECKING:
     from infinilora.kernels.device_sites import DeviceSites
@@ -49,7 +50,15 @@ class SlotKernels:
         self._slot_stride = num_layers * NUM_SITES
         self._table = (ctypes.c_uint64 * (num_slots * self._slot_stride))()
         self._table_address = ctypes.addressof(self._table)
+        self._left_to_python = bytearray(self._slot_stride)
+        """place -> 1 once a site with a bias was bound there: native steps leave its calls to `dense`."""
         self._device_sites = _device_sites(num_slots, num_layers, self.device)
+
+    def native_step(self) -> NativeStep | None:
+        """Room for the plans of one link; None where there is no native library to compute by them."""
+        if self._library is None:
+            return None
+        return NativeStep(self._library, self._table, self._left_to_python, self.num_slots)
 
     def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None:
         """From now on rows of `slot` get these parts' delta at (layer, site). Keeps the tensors until `clear`."""
@@ -66,6 +75,7 @@ class SlotKernels:
             self._device_sites.bind(slot, layer, site, parts, in_dim, out_dim)
         if any(part.bias is not None for part in parts):
             self._biased.setdefault(place, {})[slot] = parts
+            self._left_to_python[place] = 1
         self._bound[place][slot] = parts
         self._descriptors[slot, place] = descriptor
         self._table[slot * self._slot_stride + place] = ctypes.addressof(descriptor)

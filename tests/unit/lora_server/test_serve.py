@@ -1,5 +1,7 @@
 """The serving thread over a real link in this process, with kernels by definition."""
 
+import itertools
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from infinilora.kernels.batch import Part
+from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.ends import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import PlanSegment
@@ -19,6 +22,7 @@ from infinilora.link.open import LinkSettings, Offers, Opener, attach
 from infinilora.lora_server.serve import LinkThread
 from infinilora.pool.execute import Grants
 from infinilora.protocol.adapter import Site
+from infinilora.runtime.metrics import LoraServerMetrics, new_registry, render
 from infinilora.runtime.telemetry import Telemetry
 from support.pools import DefinedKernels
 
@@ -29,7 +33,7 @@ TRACE = bytes(range(1, 25))
 class Link:
     """An engine's end and the thread that serves it; slot 1 in tenancy 7 adds 2 x the sum of a row."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kernels: DefinedKernels | SlotKernels) -> None:
         self.spans = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
@@ -37,7 +41,9 @@ class Link:
         with closing(Offers(settings)) as offers:
             opening = Opener(settings).choose(offers.wire)
             self.engine: EngineEnd = attach(opening.chosen, opening.secret, settings)
-        self.kernels = DefinedKernels()
+        self.kernels = kernels
+        self.registry = new_registry()
+        self.metrics = LoraServerMetrics(self.registry)
         part = Part(a=torch.ones(1, COLS), bt=torch.ones(1, COLS), scale=2.0, out_offset=0)
         self.kernels.bind(1, 0, Site.O, (part,), COLS, COLS)
         self.grants = Grants()
@@ -50,22 +56,25 @@ class Link:
             self.grants,
             name="link",
             traces=Telemetry(provider),
-            metrics=None,
+            metrics=self.metrics,
             on_end=self.ended.set,
             on_death=self.deaths.append,
         )
         self.thread.start()
 
-    def call(self, step_id: int = 1, *, site: int = Site.O, out_slice: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    def call(
+        self, step_id: int = 1, *, layer: int = 0, site: int = Site.O, out_slice: tuple[int, int] = (0, 0)
+    ) -> torch.Tensor:
         out = torch.full((ROWS, COLS), torch.nan)
-        ticket = self.engine.submit(step_id, 0, site, torch.ones(ROWS, COLS), COLS, out_slice=out_slice)
+        ticket = self.engine.submit(step_id, layer, site, torch.ones(ROWS, COLS), COLS, out_slice=out_slice)
         self.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
         return out
 
 
-@pytest.fixture
-def link(tmp_path: Path) -> Iterator[Link]:
-    link = Link(tmp_path)
+@pytest.fixture(params=["by definition", "native"])
+def link(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Link]:
+    native = SlotKernels(num_slots=4, num_layers=2)
+    link = Link(tmp_path, DefinedKernels() if request.param == "by definition" else native)
     yield link
     link.thread.stop()
     link.engine.close()
@@ -141,6 +150,82 @@ def test_a_routed_site_without_routing_is_refused(link: Link) -> None:
     link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
     with pytest.raises(LinkRefused, match="topk 0"):
         link.call(site=Site.MOE_DOWN)
+
+
+def test_experts_are_computed_as_they_are_defined(link: Link) -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    up = Part(a=random(3, 2, COLS), bt=random(3, 2, 6), scale=0.5, out_offset=0)
+    down = Part(a=random(3, 2, 6), bt=random(3, 2, COLS), scale=2.0, out_offset=0)
+    link.kernels.bind(1, 0, Site.MOE_GATE_UP, (up,), COLS, 6)
+    link.kernels.bind(1, 0, Site.MOE_DOWN, (down,), 6, COLS)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]], dtype=torch.int32)
+    weights, x, act = random(ROWS, 2), random(ROWS, COLS), random(ROWS, 2, 6)
+    link.engine.send_plan(1, [PlanSegment(0, 3, 1, 7)])
+    raised, lowered = torch.full((ROWS, 2, 6), torch.nan), torch.full((ROWS, COLS), torch.nan)
+    ticket = link.engine.submit(1, 0, Site.MOE_GATE_UP, x, 12, topk_ids=ids)
+    link.engine.wait(ticket, raised, deadline_s=WAIT_S, add=False)
+    ticket = link.engine.submit(1, 0, Site.MOE_DOWN, act, COLS, topk_ids=ids, topk_weights=weights)
+    link.engine.wait(ticket, lowered, deadline_s=WAIT_S, add=False)
+    for t, j in itertools.product(range(3), range(2)):
+        e = int(ids[t, j])
+        torch.testing.assert_close(raised[t, j], 0.5 * (x[t] @ up.a[e].T) @ up.bt[e])
+    for t in range(3):
+        terms = [weights[t, j] * 2.0 * (act[t, j] @ down.a[e].T) @ down.bt[e] for j, e in enumerate(ids[t].tolist())]
+        torch.testing.assert_close(lowered[t], terms[0] + terms[1])
+    assert not raised[3].any()
+    assert not lowered[3].any()
+
+
+def test_a_bias_comes_with_its_delta(link: Link) -> None:
+    bias = torch.arange(float(COLS))
+    part = Part(a=torch.ones(1, COLS), bt=torch.ones(1, COLS), scale=1.0, out_offset=0, bias=bias)
+    link.kernels.bind(1, 0, Site.DOWN, (part,), COLS, COLS)
+    link.engine.send_plan(1, [PlanSegment(0, 2, 1, 7)])
+    assert torch.equal(link.call(site=Site.DOWN)[:2], (COLS + bias).expand(2, -1))
+
+
+def test_what_is_granted_in_the_middle_of_a_step_is_computed_and_what_is_not_is_refused(link: Link) -> None:
+    part = Part(a=torch.ones(1, COLS), bt=torch.ones(1, COLS), scale=1.0, out_offset=0)
+    link.kernels.bind(1, 1, Site.O, (part,), COLS, COLS)
+    link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+    assert link.call()[0, 0] == 16.0
+    with pytest.raises(LinkRefused, match="layer 1"):
+        link.call(layer=1)
+    link.grants.grant(1, 7, 2)
+    link.engine.send_plan(2, [PlanSegment(0, 4, 1, 7)])
+    assert link.call(2, layer=1)[0, 0] == 8.0
+    link.grants.grant(2, 3, 2)
+    assert [link.call(2, layer=1)[0, 0] for _ in range(3)] == [8.0] * 3
+
+
+def test_planned_calls_of_native_kernels_never_come_to_python(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*_: object, **__: object) -> None:
+        raise ValueError("came to Python")
+
+    monkeypatch.setattr(link.kernels, "dense", unwanted)
+    link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+    if isinstance(link.kernels, SlotKernels):
+        assert link.call()[0, 0] == 16.0
+    else:
+        with pytest.raises(LinkRefused, match="came to Python"):
+            link.call()
+
+
+def test_every_call_computed_is_counted_and_no_refused_one(link: Link) -> None:
+    link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+    for _ in range(5):
+        link.call()
+    with pytest.raises(LinkRefused):
+        link.call(2)
+    link.thread.stop()
+    page = render(link.registry).decode()
+    assert "infinilora_lora_site_seconds_count 5.0" in page
+    (total,) = re.findall("infinilora_lora_site_seconds_sum (.*)", page)
+    assert 0 < float(total) < WAIT_S
 
 
 def test_a_traced_step_is_one_span_of_its_parent_whatever_its_calls(link: Link) -> None:

@@ -29,7 +29,8 @@ from infinilora.link.frame import (
     rows_that_fit,
 )
 from infinilora.link.layout import State
-from infinilora.link.ports import EnginePort, ServerPort, Ticket
+from infinilora.link.ports import EnginePort, Program, ServerPort, Ticket
+from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, WireError
 
 PLAN_TIMEOUT_S = 1.0
@@ -198,6 +199,10 @@ class ServerEnd:
     def __init__(self, port: ServerPort) -> None:
         self._port = port
         self._is_owing = False
+
+    def use(self, program: Program, times: SiteTimes) -> bool:
+        """From now on `recv` answers by itself what `program` computes; False where this back-end cannot."""
+        return self._port.use(program, times)
 
     def recv(self, timeout_s: float) -> Call | None:
         """The next call, or None when none came in time. LinkClosed when no more will come."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import HEADER_BYTES, Flag, Header, Kind
 from infinilora.link.layout import Arena, State
+from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InvalidRequest, WireError
 
 
@@ -97,6 +98,20 @@ class EnginePort(Protocol):
     def stale(self) -> int: ...
 
 
+class Program(Protocol):
+    """Native code that can compute a site call: a function of the library (`Compute` in ring.cpp) and its data."""
+
+    @property
+    def compute(self) -> int:
+        """The function's address."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """What it is called with."""
+        ...
+
+
 class ServerPort(Protocol):
     """Carries frames for a server, one at a time. All but `mark` are called from one thread."""
 
@@ -104,8 +119,15 @@ class ServerPort(Protocol):
     requests: Arena
     replies: Arena
 
+    def use(self, program: Program, times: SiteTimes) -> bool:
+        """Let `recv` answer by itself what the program computes, and count it; False where it cannot."""
+        ...
+
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
-        """The next frame's header, checked, and the offset of its payload in `requests`; LinkClosed at the end."""
+        """The next frame's header, checked, and the offset of its payload in `requests`; LinkClosed at the end.
+
+        With a program: the next frame that it does not answer.
+        """
         ...
 
     def reply_offset(self, header: Header) -> int:

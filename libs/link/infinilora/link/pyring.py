@@ -15,7 +15,8 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned, unpack_header
 from infinilora.link.layout import At, RingFile, State
-from infinilora.link.ports import Ticket, checked, payload_at, refusal
+from infinilora.link.ports import Program, Ticket, checked, payload_at, refusal
+from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import Internal
 
 POLL_S = 0.0001
@@ -206,6 +207,9 @@ class PythonServerPort:
         self.requests = self.replies = ring.arena
         self._taken = 0
         self.mark(State.OPEN)
+
+    def use(self, program: Program, times: SiteTimes) -> bool:  # noqa: ARG002 - Python carries these frames
+        return False
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
         if not self.is_alive:

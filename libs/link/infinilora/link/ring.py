@@ -15,7 +15,8 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, HEADER_FORMAT, Header, Kind, unpack_header
 from infinilora.link.layout import At, RingFile, State
-from infinilora.link.ports import Ticket, checked, payload_at, refusal
+from infinilora.link.ports import Program, Ticket, checked, payload_at, refusal
+from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import Internal
 
 _TICKET = struct.Struct(HEADER_FORMAT + "8Q3Q4I")
@@ -67,6 +68,7 @@ class RingLibrary:
         self.collect = waiting("collect", c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int, c_int64, c_void_p)
         self.send_plan = waiting("send_plan", c_void_p, c_char_p, c_char_p, c_uint64, c_int64)
         self.recv = waiting("recv", c_void_p, c_int64, c_void_p)
+        self.serve = waiting("serve", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
 
 
 class NativeEnginePort:
@@ -174,10 +176,21 @@ class NativeServerPort:
         self._offset = c_uint64()
         self._offset_at = ctypes.addressof(self._offset)
         self._words = memoryview(ring.map).cast("I")
+        self._program: tuple[int, int, int] | None = None
+        self._keeps: tuple[object, ...] = ()
         self.mark(State.OPEN)
 
+    def use(self, program: Program, times: SiteTimes) -> bool:
+        self._program = program.compute, program.address, times.address
+        self._keeps = program, times
+        return True
+
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
-        status = self._lib.recv(self._handle, int(timeout_s * 1e9), self._offset_at)
+        timeout_ns = int(timeout_s * 1e9)
+        if self._program is None:
+            status = self._lib.recv(self._handle, timeout_ns, self._offset_at)
+        else:
+            status = self._lib.serve(self._handle, timeout_ns, *self._program, self._offset_at)
         if status == Status.TIMEOUT:
             return None
         if status == Status.CORRUPT:

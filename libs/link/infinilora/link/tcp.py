@@ -19,7 +19,8 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import HEADER_BYTES, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import Arena, State
-from infinilora.link.ports import Ticket, checked, refusal
+from infinilora.link.ports import Program, Ticket, checked, refusal
+from infinilora.link.times import SiteTimes
 
 SEND_TIMEOUT_S = 30.0
 """A server that cannot write an answer for this long takes its engine for dead."""
@@ -233,6 +234,9 @@ class TcpServerPort:
         self.requests = Arena(self._request)
         self.replies = Arena(self._reply)
         self._received = 0
+
+    def use(self, program: Program, times: SiteTimes) -> bool:  # noqa: ARG002 - Python carries these frames
+        return False
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
         deadline = time.monotonic() + timeout_s

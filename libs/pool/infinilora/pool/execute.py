@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels.batch import segment_table
+from infinilora.kernels.step import NativeStep
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, AdapterLoading, InvalidRequest
 
@@ -37,6 +38,7 @@ class SiteKernels(Protocol):
         *,
         accumulate: bool,
     ) -> None: ...
+    def native_step(self) -> NativeStep | None: ...
 
 
 class TenancyRows(NamedTuple):
@@ -51,29 +53,44 @@ class TenancyRows(NamedTuple):
 class Grants:
     """What one holder may compute with. `lock` is held while a kernel runs; `version` changes with any grant.
 
-    The pool alone changes it, under its own lock; the holder's step thread reads it.
+    The pool alone changes it, under its own lock; the holder's step thread reads it. A native step, which takes no
+    lock, is told of every change, and its running kernel is waited for as one under the lock is.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.version = 0
         self._granted: dict[int, tuple[int, int]] = {}
+        self._native: NativeStep | None = None
+
+    def tell(self, native: NativeStep) -> None:
+        """From now on tell this step of every change."""
+        with self.lock:
+            self._native = native
+            native.shut(self.version)
 
     def grant(self, slot: int, slot_generation: int, layers_ready: int) -> None:
         """Allow layers 0..layers_ready-1 of a tenancy. Need not wait: nothing that runs loses anything."""
         self._granted[slot] = (slot_generation, layers_ready)
         self.version += 1
+        if self._native:
+            self._native.moved(self.version)
 
     def revoke(self, slot: int) -> None:
         """Forbid the slot. Returns when no execution of this holder runs."""
         with self.lock:
             self._granted.pop(slot, None)
-            self.version += 1
+            self._shut()
 
     def revoke_all(self) -> None:
         with self.lock:
             self._granted.clear()
-            self.version += 1
+            self._shut()
+
+    def _shut(self) -> None:
+        self.version += 1
+        if self._native:
+            self._native.shut(self.version)
 
     def ready_layers(self, segments: Sequence[TenancyRows]) -> int:
         """How many leading layers all segments may compute. Raises AdapterFailed where one is not granted."""
@@ -100,14 +117,29 @@ class StepWork:
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._checked = (-1, 0)
 
+    def load_into(self, native: NativeStep, grants: Grants) -> None:
+        """Have the step computed without Python as far as the grants allow; not at all where one is missing."""
+        with grants.lock:
+            try:
+                ready = self._ready_layers(grants)
+            except AdapterFailed:  # `require` says so to whoever calls
+                native.unload()
+            else:
+                whole = self.window(0, self.num_rows)
+                native.load(self.step_id, whole, ready_layers=ready, version=self._checked[0])
+
     def require(self, grants: Grants, layer: int) -> None:
         """Raise unless every segment's tenancy is granted and has this layer. With `grants.lock` held."""
+        ready = self._ready_layers(grants)
+        if layer >= ready:
+            raise AdapterLoading(f"layer {layer} of a segment's adapter is not there; {ready} layers are")
+
+    def _ready_layers(self, grants: Grants) -> int:
         version, ready = self._checked
         if version != (current := grants.version):
             ready = grants.ready_layers(self.segments)
             self._checked = (current, ready)
-        if layer >= ready:
-            raise AdapterLoading(f"layer {layer} of a segment's adapter is not there; {ready} layers are")
+        return ready
 
     def window(self, row_start: int, rows: int) -> Tensor:
         """Int32 [n, 3]: the segments within rows [row_start, row_start + rows), counted from row_start."""

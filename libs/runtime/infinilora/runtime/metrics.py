@@ -12,11 +12,16 @@ OTel's GenAI names are used where there is one, in Prometheus spelling (dots to 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
@@ -163,6 +168,53 @@ class EngineMetrics:
         )
 
 
+class Times(Protocol):
+    """What one link counted by itself: calls for each bound and those beyond the last, and all their seconds."""
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+    @property
+    def sum_s(self) -> float: ...
+
+
+class LinkSeconds(Collector):
+    """A histogram that the links keep, native code among them; their counts are added up when somebody reads."""
+
+    def __init__(self, name: str, text: str, bounds_s: Sequence[float], registry: CollectorRegistry) -> None:
+        self.bounds_s = tuple(bounds_s)
+        self._name, self._text = name, text
+        self._live: list[Times] = []
+        self._counts, self._sum_s = [0] * (len(bounds_s) + 1), 0.0
+        self._lock = threading.Lock()
+        registry.register(self)
+
+    def follow(self, times: Times) -> None:
+        with self._lock:
+            self._live.append(times)
+
+    def end(self, times: Times) -> None:
+        """The link is gone and counts no more; what it counted stays."""
+        with self._lock:
+            self._live.remove(times)
+            self._counts, self._sum_s = self._total([times])
+
+    @override
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        with self._lock:
+            counts, sum_s = self._total(self._live)
+        bounds = [*map(str, self.bounds_s), "+Inf"]
+        family = HistogramMetricFamily(self._name, self._text)
+        family.add_metric([], list(zip(bounds, accumulate(counts), strict=True)), sum_s)
+        yield family
+
+    def _total(self, more: Iterable[Times]) -> tuple[list[int], float]:
+        counts, sum_s = self._counts, self._sum_s
+        for times in more:
+            counts = [a + b for a, b in zip(counts, times.counts, strict=True)]
+            sum_s += times.sum_s
+        return counts, sum_s
+
+
 class LoraServerMetrics:
     """The adapter pool and the links it serves."""
 
@@ -185,9 +237,7 @@ class LoraServerMetrics:
             registry=registry,
         )
         self.evictions = Counter("infinilora_pool_evictions", "Slots given up.", registry=registry)
-        self.site_s = Histogram(
-            "infinilora_lora_site_seconds", "One site call computed.", buckets=_SITE_S, registry=registry
-        )
+        self.site_s = LinkSeconds("infinilora_lora_site_seconds", "One site call computed.", _SITE_S, registry)
         self.refused = Counter("infinilora_lora_refused", "Site calls refused, by code.", ("code",), registry=registry)
 
 

@@ -3,6 +3,9 @@
     PLAN   which rows belong to which tenancy     remembered until the next
     SITE   rows of one site's input               executed against the holder's grants, answered in place
 
+Where the link is a ring and the kernels are native, site calls that need nothing but their plan are answered inside
+`recv`, without Python; here come those whose grants have moved since the plan, and the rest.
+
 Knows no lease and no stream: what this engine may compute with, `Grants` says at each call.
 """
 
@@ -12,9 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infinilora.kernels.step import NativeStep
 from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Header, Kind
+from infinilora.link.times import SiteTimes
 from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, InvalidRequest
@@ -34,9 +39,8 @@ class _StepTrace:
 
     wire: bytes
     start_s: float
-    end_s: float
     rows: int
-    calls: int = 0
+    calls_before: int
 
 
 class LinkThread:
@@ -59,14 +63,25 @@ class LinkThread:
         self._grants = grants
         self._traces = traces
         self._metrics = metrics
+        self._times = SiteTimes(metrics.site_s.bounds_s if metrics else ())
         self._on_end = on_end
         self._on_death = on_death
         self._work = StepWork(0, ())
         self._plan_error: InfiniLoraError | None = None
         self._trace: _StepTrace | None = None
+        self._native = self._native_step()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def _native_step(self) -> NativeStep | None:
+        native = self._kernels.native_step()
+        if native is None or not self._end.use(native, self._times):
+            return None
+        self._grants.tell(native)
+        return native
+
     def start(self) -> None:
+        if self._metrics:
+            self._metrics.site_s.follow(self._times)
         self._thread.start()
 
     def stop(self) -> None:
@@ -84,6 +99,8 @@ class LinkThread:
             raise
         finally:
             self._end_trace()
+            if self._metrics:
+                self._metrics.site_s.end(self._times)
             self._end.close()
             self._on_end()
 
@@ -92,10 +109,20 @@ class LinkThread:
             call = self._end.recv(IDLE_S)
             if call is None:
                 self._end_trace()
-            elif call.header.kind == Kind.PLAN:
+                continue
+            if call.header.kind == Kind.PLAN:
                 self._begin(call)
             else:
                 self._answer(call)
+            if self._native:
+                self._load(self._native)
+
+    def _load(self, native: NativeStep) -> None:
+        """Leave the rest of the step to native code, as far as it goes."""
+        if self._plan_error:
+            native.unload()
+        else:
+            self._work.load_into(native, self._grants)
 
     def _begin(self, plan: Call) -> None:
         self._end_trace()
@@ -107,8 +134,8 @@ class LinkThread:
         except InfiniLoraError as error:
             self._work, self._plan_error = StepWork(plan.header.step_id, ()), error
         if self._traces.is_on and plan.header.trace != telemetry.NO_TRACE:
-            now = time.perf_counter()
-            self._trace = _StepTrace(plan.header.trace, now, now, sum(s.rows for s in segments))
+            rows = sum(s.rows for s in segments)
+            self._trace = _StepTrace(plan.header.trace, time.perf_counter(), rows, self._times.calls)
 
     def _answer(self, call: Call) -> None:
         started = time.perf_counter()
@@ -121,11 +148,7 @@ class LinkThread:
             self._refuse(call, InvalidRequest(f"site call does not fit the adapter: {error}"))
             return
         self._end.reply(call)
-        if self._metrics:
-            self._metrics.site_s.observe(time.perf_counter() - started)
-        if self._trace:
-            self._trace.calls += 1
-            self._trace.end_s = time.perf_counter()
+        self._times.add(started, time.perf_counter())
 
     def _work_of(self, header: Header) -> StepWork:
         if header.step_id != self._work.step_id:
@@ -165,9 +188,11 @@ class LinkThread:
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
         if trace:
-            attributes = {"step_id": self._work.step_id, "rows": trace.rows, "site_calls": trace.calls}
+            calls = self._times.calls - trace.calls_before
+            attributes = {"step_id": self._work.step_id, "rows": trace.rows, "site_calls": calls}
+            end_s = self._times.last_s if calls else trace.start_s
             parent = telemetry.from_wire(trace.wire)
-            self._traces.record("lora.step", trace.start_s, trace.end_s, attributes, parent=parent)
+            self._traces.record("lora.step", trace.start_s, end_s, attributes, parent=parent)
 
 
 def _topk(header: Header) -> int:

@@ -332,12 +332,81 @@ bool fits(const FrameHeader& h, uint64_t capacity) {
 
 // The server's end ------------------------------------------------------------------------------------------
 
+// Computes one fp32 site call into `out`; anything but 0: it did not, the frame is for Python.
+using Compute = int32_t (*)(void* program, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
+                            uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, const float* x,
+                            const int32_t* ids, const float* weights, float* out);
+
+struct Times {  // of site calls computed; written by the serving thread alone
+  uint64_t calls;
+  int64_t last_ns, sum_ns;  // when the latest ended, on the monotonic clock; all of them together
+  const int64_t* bounds;    // [num_bounds], rising
+  uint64_t* counts;         // [num_bounds + 1]: calls that took at most bounds[i]; the last one: longer
+  uint64_t num_bounds;
+
+  void add(int64_t started, int64_t ended) {
+    const int64_t took = ended - started;
+    uint64_t i = 0;
+    while (i < num_bounds && took > bounds[i]) ++i;
+    ++counts[i];
+    ++calls;
+    sum_ns += took;
+    last_ns = ended;
+  }
+};
+
 struct Server : Rings {  // begins as zeros
   uint64_t taken;        // request frames done with
 
   void release() {
     store(&file->consumed, ++taken);
     wake_if_waiting(file->engine);
+  }
+
+  Status recv(int64_t timeout_ns, FrameHeader** found) {
+    FrameHeader* frame = *found = request(taken);
+    const uint64_t word = taken + 1;
+    if (is_shut(file->engine) || is_shut(file->server)) return kClosed;  // nobody waits for what is still there
+    const Status status = await(*this, file->server, file->engine, deadline_after(timeout_ns),
+                                [&] { return load(&frame->word) == word; });
+    return status == kOk && !fits(*frame, capacity) ? kCorrupt : status;
+  }
+
+  // Publish the reply to the frame in hand (its payload is in the reply buffer already) and give the frame back.
+  void answer(uint32_t kind, uint64_t payload_bytes) {
+    const FrameHeader* from = request(taken);
+    FrameHeader* frame = reply(from->sequence);
+    std::memcpy(&frame->kind, &from->kind, sizeof(FrameHeader) - sizeof(frame->word));
+    frame->kind = kind;
+    frame->payload_bytes = payload_bytes;
+    store(&frame->word, from->sequence + 1);
+    release();
+  }
+
+  bool computes(FrameHeader* h, Compute compute, void* program) {
+    if (h->kind != kSite || h->dtype != kF32 || h->in_end || h->out_end) return false;
+    char* x = payload(h);
+    char* ids = x + aligned(uint64_t(h->rows) * h->in_cols * 4);
+    char* weights = h->flags & kHasIds ? ids + uint64_t(h->rows) * h->topk * 4 : ids;
+    auto out = reinterpret_cast<float*>(payload(reply(h->sequence)));
+    return !compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->topk,
+                    reinterpret_cast<float*>(x), h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
+                    h->flags & kHasWeights ? reinterpret_cast<float*>(weights) : nullptr, out);
+  }
+
+  Status serve(int64_t timeout_ns, Compute compute, void* program, Times& times, FrameHeader** found) {
+    for (;;) {
+      const Status status = recv(timeout_ns, found);
+      if (status != kOk) return status;
+      const int64_t started = now_ns();
+      if (!computes(*found, compute, program)) return kOk;
+      answer(kReply, uint64_t((*found)->rows) * (*found)->out_cols * 4);
+      times.add(started, now_ns());
+    }
+  }
+
+  uint64_t offset_of(const FrameHeader* frame) const {
+    return uint64_t(reinterpret_cast<const char*>(frame) - base);
   }
 };
 
@@ -410,25 +479,22 @@ uint64_t il_ring_stale(Engine* e) { return e->stale; }
 
 // Wait for the next request frame; *offset is where it lies in the file. It is the caller's until reply or skip.
 int il_ring_recv(Server* s, int64_t timeout_ns, uint64_t* offset) {
-  FrameHeader* frame = s->request(s->taken);
-  const uint64_t word = s->taken + 1;
-  if (is_shut(s->file->engine) || is_shut(s->file->server)) return kClosed;  // nobody waits for what is still there
-  const Status status = await(*s, s->file->server, s->file->engine, deadline_after(timeout_ns),
-                              [&] { return load(&frame->word) == word; });
-  *offset = uint64_t(reinterpret_cast<char*>(frame) - s->base);
-  return status == kOk && !fits(*frame, s->capacity) ? kCorrupt : status;
+  FrameHeader* frame = nullptr;
+  const Status status = s->recv(timeout_ns, &frame);
+  *offset = s->offset_of(frame);
+  return status;
 }
 
-// Publish the reply to the frame in hand (its payload is in the reply buffer already) and give the frame back.
-void il_ring_reply(Server* s, uint32_t kind, uint64_t payload_bytes) {
-  const FrameHeader* request = s->request(s->taken);
-  FrameHeader* frame = s->reply(request->sequence);
-  std::memcpy(&frame->kind, &request->kind, sizeof(FrameHeader) - sizeof(frame->word));
-  frame->kind = kind;
-  frame->payload_bytes = payload_bytes;
-  store(&frame->word, request->sequence + 1);
-  s->release();
+// As il_ring_recv, but answers every site call that `compute` takes by itself; returns with the first other frame,
+// or when none came for `timeout_ns`.
+int il_ring_serve(Server* s, int64_t timeout_ns, Compute compute, void* program, Times* times, uint64_t* offset) {
+  FrameHeader* frame = nullptr;
+  const Status status = s->serve(timeout_ns, compute, program, *times, &frame);
+  *offset = s->offset_of(frame);
+  return status;
 }
+
+void il_ring_reply(Server* s, uint32_t kind, uint64_t payload_bytes) { s->answer(kind, payload_bytes); }
 
 void il_ring_skip(Server* s) { s->release(); }
 

@@ -1,0 +1,85 @@
+// A site call from its plan to its delta without Python (step.h).
+//
+//   busy = 1; is the version still the plan's?   --no-->  busy = 0, Python looks        il_step_compute
+//   version moves; wait until busy is 0                                                 il_step_shut
+//
+// Both orders are sequentially consistent: either the kernel sees the new version, or the waiter sees the kernel.
+#include "step.h"
+
+#include <sched.h>
+
+namespace il {
+namespace {
+
+constexpr int kSites = 16, kMoeGateUp = 4, kMoeDown = 5, kEmbed = 10;  // batch.py
+constexpr int kMaxSegments = 512;                                      // of one call; more are left to Python
+
+// The segments within rows [first, first + rows), counted from `first`. -1 where there are too many.
+int cut(const il_step& step, int first, int rows, il_segment* to) {
+  int n = 0;
+  for (int s = 0; s < step.num_segments; ++s) {
+    const il_segment& from = step.segments[s];
+    const int begin = from.row_start > first ? from.row_start : first;
+    const int from_end = from.row_start + from.rows, end = from_end < first + rows ? from_end : first + rows;
+    if (begin >= end) continue;
+    if (n == kMaxSegments) return -1;
+    to[n++] = {begin - first, end - begin, from.slot};
+  }
+  return n;
+}
+
+struct Call {
+  int32_t site, rows, in, out, topk;
+  const float* x;
+  const int32_t* ids;
+  const float* weights;
+  float* to;
+};
+
+int32_t launch(const il_step& step, int64_t place, const il_segment* segments, int num_segments, const Call& c) {
+  il_launch l{.sites = step.table + place, .slot_stride = step.slot_stride, .segments = segments,
+              .num_segments = num_segments, .num_slots = step.num_slots, .rows = c.rows, .topk = 1,
+              .in_dim = c.in, .out_dim = c.out, .accumulate = 0};
+  if (c.site != kMoeGateUp && c.site != kMoeDown) return il_lora_dense(&l, c.x, c.in, c.to, c.out);
+  const int32_t routed = c.site == kMoeGateUp ? c.out : c.in;
+  if (c.ids == nullptr || c.topk < 1 || routed % c.topk) return kBadSite;
+  l.topk = c.topk;
+  if (c.site == kMoeGateUp) {
+    l.out_dim = c.out / c.topk;
+    return il_lora_moe_gate_up(&l, c.x, c.in, c.ids, c.to, c.out);
+  }
+  if (c.weights == nullptr) return kBadSite;
+  l.in_dim = c.in / c.topk;
+  return il_lora_moe_down(&l, c.x, c.in, c.ids, c.weights, c.to, c.out);
+}
+
+int32_t compute(const il_step& step, uint32_t layer, uint32_t row_start, const Call& c) {
+  const int64_t place = int64_t(layer) * kSites + c.site;
+  if (place >= step.slot_stride || step.left_to_python[place]) return kDeclined;
+  il_segment segments[kMaxSegments];
+  const int n = cut(step, int(row_start), c.rows, segments);
+  return n < 0 || launch(step, place, segments, n, c) ? kDeclined : kComputed;
+}
+
+}  // namespace
+}  // namespace il
+
+int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
+                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, const float* x,
+                        const int32_t* ids, const float* weights, float* out) {
+  if (step->step_id != step_id || site >= uint32_t(il::kSites) || site == uint32_t(il::kEmbed)) return kDeclined;
+  if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
+  const il::Call call{int32_t(site), int32_t(rows), int32_t(in_cols), int32_t(out_cols), int32_t(topk),
+                      x,             ids,           weights,          out};
+  __atomic_store_n(&step->busy, 1u, __ATOMIC_SEQ_CST);
+  int32_t status = kDeclined;
+  if (__atomic_load_n(&step->version, __ATOMIC_SEQ_CST) == step->granted_version)
+    status = il::compute(*step, layer, row_start, call);
+  __atomic_store_n(&step->busy, 0u, __ATOMIC_RELEASE);
+  return status;
+}
+
+void il_step_shut(il_step* step, uint64_t version) {
+  __atomic_store_n(&step->version, version, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&step->busy, __ATOMIC_SEQ_CST)) sched_yield();
+}
