@@ -3,12 +3,12 @@
     python -m infinilora.engine.facts DIR --request FILE --out FILE     as an engine of this directory would answer
 
 Reads the checkpoint, not what an engine has made of it: an engine that keeps bf16 of an fp32 file gives fp32 rows. One
-question at a time, a few megabytes of a matrix at a time, and the same bytes on every machine (`_rounded`).
+question at a time, a few megabytes of a matrix at a time, and the same bytes on every machine (`rounded`).
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,12 +139,13 @@ def _changed(table: Tensor, hashes: "Array") -> "Array":
 
 def row_norms(weight: Tensor, a: "Array", b: "Array", scale: float) -> "Array":
     """|W[i] + scale · b[i]·a| of each row i, fp32 [out], rounded from fp64; W [out, in], a [r, in], b [out, r]."""
-    wide_a, wide_b = torch.from_numpy(a.astype(np.float64)), b.astype(np.float64) * scale
-    norms = [
-        _rounded(weight[rows].double(), wide_a, torch.from_numpy(wide_b[rows]))
-        for rows in _row_pieces(weight.shape[0], 8 * weight.shape[1])
-    ]
-    return np.concatenate(norms)
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64) * scale
+    return np.concatenate(
+        [
+            _piece_norms(weight[rows].double().numpy(), wide_a, wide_b[rows])
+            for rows in _row_pieces(weight.shape[0], 8 * weight.shape[1])
+        ]
+    )
 
 
 def _row_pieces(num_rows: int, row_bytes: int) -> Iterator[slice]:
@@ -153,19 +154,25 @@ def _row_pieces(num_rows: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_rows))
 
 
-def _rounded(w: Tensor, a: Tensor, b: Tensor) -> "Array":
-    """fp32 norms of rows of w + b·a, all fp64.
+def _piece_norms(w: "Array", a: "Array", b: "Array") -> "Array":
+    """fp32 norms of rows of w + b·a, all fp64."""
+    sums = torch.addmm(*map(torch.from_numpy, (w, b, a)))
+    norms: Array = torch.linalg.vector_norm(sums, dim=1).numpy()
+    return rounded(norms, lambda row: _norm_in_order(w[row], a, b[row]))
 
-    Libraries sum in their own order, so two machines may differ in the last bit of fp64. Where that bit could decide
-    how a norm rounds to fp32 it is computed once more in an order of our own, and both machines say the same.
+
+def rounded(norms: "Array", again: Callable[[int], float]) -> "Array":
+    """fp64 norms as fp32, the same on every machine; `again` computes a row's in an order that is the same everywhere.
+
+    Libraries sum in their own order, so two machines may differ in the last bits of fp64. Where these could decide
+    how a norm rounds, both look at `again` instead.
     """
-    norms = torch.linalg.vector_norm(w + b @ a, dim=1).numpy()
-    rounded: Array = norms.astype(np.float32)
-    other = np.nextafter(rounded, np.where(norms > rounded, np.float32(np.inf), np.float32(0.0)))
-    middle = (rounded.astype(np.float64) + other.astype(np.float64)) / 2
+    nearest: Array = norms.astype(np.float32)
+    other = np.nextafter(nearest, np.where(norms > nearest, np.float32(np.inf), np.float32(0.0)))
+    middle = (nearest.astype(np.float64) + other.astype(np.float64)) / 2
     for row in np.flatnonzero(np.abs(norms - middle) <= _CLOSE * norms):
-        rounded[row] = np.float32(_norm_in_order(w[row].numpy(), a.numpy(), b[row].numpy()))
-    return rounded
+        nearest[row] = np.float32(again(int(row)))
+    return nearest
 
 
 def _norm_in_order(w: "Array", a: "Array", b: "Array") -> float:

@@ -22,7 +22,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["BaseFacts"]
 PIECE_BYTES = 1 << 20
 MAX_WAITING = 8
 """Callers that may wait for their turn; more are sent to another engine."""
-_NICENESS = 10
+_NICENESS, _LEAST = 10, 19
 
 
 class FactsDesk:
@@ -84,4 +84,5 @@ class FactsDesk:
 
 def _give_way() -> None:
     """Serving comes first: on Linux niceness is a thread's own."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(_LEAST, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS))

@@ -1,0 +1,179 @@
+"""The road of facts: from a gateway over gRPC to an engine's desk, with a real model behind it, and back."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from infinilora.engine import factsdesk
+from infinilora.engine.facts import Facts
+from infinilora.engine.factsdesk import FactsDesk
+from infinilora.engine.model.checkpoint import Checkpoint
+from infinilora.engine.model.spec import read_spec
+from infinilora.engine.prepare import base_card
+from infinilora.gateway.facts import FactsRoad
+from infinilora.gateway.fleet import Fleet
+from infinilora.protocol.adapter import BaseCard
+from infinilora.protocol.control import Beat
+from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.runtime.membership import Member
+from infinilora.runtime.rpc import Channels, serving
+from infinilora.weights.facts import Facts as Asking
+from infinilora.weights.facts import FactsWanted
+from infinilora.weights.factsfile import Question, write_request
+from infinilora.weights.tensorfile import Array
+from support.scripted_engine import ScriptedEngine
+from support.tiny_models import TinyModel, make_tiny_model
+from support.waiting import eventually
+
+pytestmark = pytest.mark.integration
+TOKEN = "a token of the test"
+EMBED = "model.embed_tokens"
+INDICES = np.array([3, 99])
+
+
+class WatchedFacts(Facts):
+    """Notes which thread answers; stops for as long as it is told to."""
+
+    niceness = -1
+    go: threading.Event
+
+    @override
+    def answer(self, question: Question) -> Mapping[str, Array]:
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        assert self.go.wait(30)
+        return super().answer(question)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+class Place:
+    """A gateway's road and the members it knows; a model, a request about it, and room for the answer."""
+
+    def __init__(self, model: TinyModel, root: Path, channels: Channels) -> None:
+        spec = read_spec(model.directory)
+        source = Checkpoint(model.directory, spec)
+        self.root, self.model = root, model
+        self.card: BaseCard = base_card(spec, source, directory=model.directory, name="tiny", max_len=64)
+        self.facts = WatchedFacts(spec, source, self.card.fingerprint)
+        self.facts.go = threading.Event()
+        self.facts.go.set()
+        self.members: list[Member] = []
+        self.road = FactsRoad(Fleet(lambda: self.members, channels), timeout_s=30.0)
+
+    def add(self, name: str, address: str) -> None:
+        beat = Beat(
+            kind="engine", id=name, incarnation="1", seq=1, state="ready", address=address,
+            base=self.card.fingerprint, model="tiny",
+        )  # fmt: skip
+        self.members.append(Member(beat, time.monotonic(), health="alive"))
+
+    @asynccontextmanager
+    async def engine(self, name: str, *, max_bytes: int = 1 << 20) -> AsyncIterator[FactsDesk]:
+        desk = FactsDesk(self.facts, max_bytes=max_bytes, directory=self.root / "facts")
+        try:
+            async with serving("127.0.0.1:0", [(factsdesk.SERVICE, desk)], token=TOKEN, grace_s=0) as server:
+                self.add(name, server.address)
+                yield desk
+        finally:
+            desk.close()
+
+    async def ask(self) -> Array:
+        """The rows that come of asking for two of them."""
+        asking = Asking(self.card)
+        asking.rows(EMBED, INDICES)
+        with pytest.raises(FactsWanted) as wanted:
+            asking.check_answered()
+        write_request(self.root / "request", self.card.fingerprint, wanted.value.questions)
+        await self.road.ask(self.card, self.root / "request", self.root / "answer")
+        rows = Asking(self.card, self.root / "answer").rows(EMBED, INDICES)
+        assert rows is not None
+        return rows
+
+    @property
+    def wanted(self) -> Array:
+        rows: Array = self.model.hf.model.embed_tokens.weight.detach().numpy()[INDICES]
+        return rows
+
+
+@asynccontextmanager
+async def place_of(model: TinyModel, root: Path) -> AsyncIterator[Place]:
+    async with Channels(token=TOKEN) as channels:
+        yield Place(model, root, channels)
+
+
+async def test_an_engine_answers_beside_its_serving(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place, place.engine("e1"):
+        assert np.array_equal(await place.ask(), place.wanted)
+        assert place.facts.niceness == min(19, 10 + os.getpriority(os.PRIO_PROCESS, 0))
+        assert not list((tmp_path / "facts").iterdir())
+
+
+async def test_an_engine_that_is_gone_is_passed_over(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place:
+        place.add("e0", "127.0.0.1:1")
+        async with place.engine("e1"):
+            assert np.array_equal(await place.ask(), place.wanted)
+
+
+async def test_an_engine_that_is_older_than_the_call_is_passed_over(model: TinyModel, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        place = await stack.enter_async_context(place_of(model, tmp_path))
+        older = await stack.enter_async_context(ScriptedEngine(place.card.fingerprint, "tiny", 128, 2).served(TOKEN))
+        place.add("e0", older.address)
+        with pytest.raises(Unavailable, match=r"base model 'tiny' .*e0: .*unimplemented"):
+            await place.ask()
+        await stack.enter_async_context(place.engine("e1"))
+        assert np.array_equal(await place.ask(), place.wanted)
+
+
+async def test_without_an_engine_of_the_base_it_is_unavailable(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place:
+        with pytest.raises(Unavailable, match=r"base model 'tiny' .*none is alive.*try again") as raised:
+            await place.ask()
+        assert raised.value.retry_after_s
+
+
+async def test_a_request_larger_than_an_engine_takes_is_a_fault_of_ours(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place, place.engine("e1", max_bytes=100):
+        with pytest.raises(Internal, match="could not answer"):
+            await place.ask()
+
+
+async def test_one_is_answered_at_a_time_and_few_may_wait(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factsdesk, "MAX_WAITING", 1)
+    async with place_of(model, tmp_path) as place, place.engine("e1") as desk:
+        place.facts.go.clear()
+        asked = [asyncio.create_task(place.ask()) for _ in range(2)]
+        await eventually(lambda: desk._num_here == 2, "both are here")
+        with pytest.raises(Unavailable, match="too many wait"):
+            await place.ask()
+        place.facts.go.set()
+        for rows in await asyncio.gather(*asked):
+            assert np.array_equal(rows, place.wanted)
+        assert desk._num_here == 0
+
+
+async def test_a_caller_who_goes_away_leaves_nothing(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place, place.engine("e1") as desk:
+        place.facts.go.clear()
+        asking = asyncio.create_task(place.ask())
+        await eventually(lambda: place.facts.niceness > 0, "the question is looked at")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await eventually(lambda: desk._num_here == 0, "the caller is forgotten")
+        place.facts.go.set()
+        assert np.array_equal(await place.ask(), place.wanted)
