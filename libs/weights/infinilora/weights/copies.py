@@ -6,6 +6,7 @@ without it the adapter would be half served. The base card has a hash of each ta
 
 import hashlib
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def without_copies(file: TensorFile, card: BaseCard) -> TensorFile:
                 wanted=f"the base's own {list(table.shape)} of {table.dtype}, or none: modules that were trained whole "
                 "are not served",
             )
-    return TensorFile(path=file.path, tensors=kept, data=file.data)
+    return replace(file, tensors=kept)
 
 
 def _is_table(copy: Array, table: Table) -> bool:

@@ -34,7 +34,7 @@ from infinilora.weights.peft import read_adapter
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import SelfTest, self_test
-from infinilora.weights.unpack import KEPT, FileLimits, unpack
+from infinilora.weights.unpack import INITIAL_DIRS, KEPT, FileLimits, unpack
 
 REFUSED_STATUS = 3
 EXACT = 2.0**-20
@@ -95,10 +95,11 @@ def run(
 def _state(source: Path) -> dict[str, tuple[int, int, int]]:
     """(inode, size, time of the last change) of each file that is read."""
     found = {}
-    for name in sorted(KEPT):
-        if (source / name).is_file():
-            info = (source / name).stat()
-            found[name] = (info.st_ino, info.st_size, info.st_mtime_ns)
+    for below in (source, *(source / name for name in INITIAL_DIRS)):
+        for path in (below / name for name in sorted(KEPT)):
+            if path.is_file():
+                info = path.stat()
+                found[str(path)] = (info.st_ino, info.st_size, info.st_mtime_ns)
     return found
 
 

@@ -74,6 +74,7 @@ class Original:
         self._spots = dict(_spots(card))
         self._containers = _containers(card)
         self._pairs = self._find_pairs()
+        self._first = _first_values(directory, str(self._config.get("init_lora_weights")), card)
 
     def places(self) -> dict[tuple[int, Site], list[str]]:
         """The modules of the file by the site they act at."""
@@ -95,6 +96,13 @@ class Original:
         bias = self._pairs[module].get("BIAS")
         scale = self._scale(_plain(module), a.shape[1])
         return Term(self._spot(module), scale, a, b, None if bias is None else self._tensor(bias))
+
+    def taken_out(self, module: str) -> Term | None:
+        """What training took out of the base before it began with this module, as a term of its own."""
+        if self._first is None:
+            return None
+        term = self._first.term(module)
+        return term._replace(scale=-term.scale)
 
     # Tensors
 
@@ -178,6 +186,14 @@ class Original:
 
     def _untold(self, what: str, why: str) -> AdapterInvalid:
         return AdapterInvalid(f"{self._path.name}: {what}: found {why}; wanted one that the self-test can read too")
+
+
+def _first_values(directory: Path, init: str, card: BaseCard) -> "Original | None":
+    """Of an adapter that began with a part of the base (PiSSA and the like): the files that it began with."""
+    if init.lower().partition("_")[0] not in ("pissa", "olora", "corda", "lora"):
+        return None
+    places = [path.parent for path in directory.glob("*_init/adapter_config.json")]
+    return Original(places[0], card) if places else None
 
 
 def _json(file: str, data: bytes) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """Read an adapter directory: its configuration and its tensors, mapped and not yet understood.
 
-A PEFT directory, or what MLX writes (`exports`). Refuses what is not safetensors by name. Which tensor belongs
-where is `keys`, `names` and `rules`.
+A PEFT directory, with its first values where it has any (`pissa`), or what MLX writes (`exports`). Refuses what is
+not safetensors by name. Which tensor belongs where is `keys`, `names` and `rules`.
 """
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
+from infinilora.weights import pissa
 from infinilora.weights.exports import MLX_TENSORS_FILE, is_mlx, mlx_rules
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE, LoraRules, refuse_drafters, rules_of
@@ -32,7 +33,7 @@ class PeftAdapter:
     rules: LoraRules
     tensors: TensorFile
     hashing: Future[str]
-    """Of both files; it goes on while the rest is looked at."""
+    """Of all files that were read; it goes on while the rest is looked at."""
     declared_base: str = ""
     """The base model that the configuration names: words of its trainer, which nothing is looked up by."""
     is_mlx: bool = False
@@ -40,8 +41,18 @@ class PeftAdapter:
 
     @property
     def source_digest(self) -> str:
-        """sha256 over both files: the identity of what the user gave us. Waits for it."""
+        """sha256 over all files: the identity of what the user gave us. Waits for it."""
         return self.hashing.result()
+
+
+class _Files(NamedTuple):
+    """A configuration and the weight file that it goes with, read."""
+
+    config_bytes: bytes
+    config: dict[str, Any]
+    rules: LoraRules
+    tensors: TensorFile
+    is_mlx: bool = False
 
 
 def read_adapter(directory: Path) -> PeftAdapter:
@@ -49,28 +60,55 @@ def read_adapter(directory: Path) -> PeftAdapter:
 
     Raises SourceNotFound where one of them is missing, AdapterInvalid for what they are.
     """
-    config_bytes = _read_config(directory)
-    config = _parse_config(config_bytes)
-    from_mlx = is_mlx(config)
-    rules = mlx_rules(config) if from_mlx else rules_of(config)
-    path = _tensors_path(directory, MLX_TENSORS_FILE if from_mlx else TENSORS_FILE)
-    tensors = _open(path)
+    place = pissa.first_values(directory)
+    own = _read_files(directory, has_first=place is not None)
+    rules, tensors, read = own.rules, own.tensors, {"": own}
+    if place is not None and pissa.began_in_base(own.config):
+        first = read[f"{place.name}/"] = _read_first(place)
+        tensors = pissa.joined(own.tensors, first.tensors, own.rules, place.name)
+        rules = pissa.doubled(own.rules, first.rules, place.name)
+    elif place is not None and not own.is_mlx:
+        pissa.refuse_unconverted(own.tensors, place)
     pool = ThreadPoolExecutor(1)
-    hashing = pool.submit(_source_digest, config_bytes, tensors)
+    hashing = pool.submit(_source_digest, read)
     pool.shutdown(wait=False)
-    declared = config.get("model" if from_mlx else "base_model_name_or_path")
+    declared = own.config.get("model" if own.is_mlx else "base_model_name_or_path")
     return PeftAdapter(
         directory=directory,
         rules=rules,
         tensors=tensors,
         hashing=hashing,
         declared_base=declared if isinstance(declared, str) else "",
-        is_mlx=from_mlx,
+        is_mlx=own.is_mlx,
     )
 
 
-def _source_digest(config: bytes, tensors: TensorFile) -> str:
-    lines = f"{CONFIG_FILE} {hashlib.sha256(config).hexdigest()}\n{tensors.name} {tensors.sha256()}\n"
+def _read_files(directory: Path, *, has_first: bool) -> _Files:
+    """`has_first`: there are first values, so that training may have begun in the base."""
+    config_bytes = _read_config(directory)
+    config = _parse_config(config_bytes)
+    if is_mlx(config):
+        rules = mlx_rules(config)
+        return _Files(config_bytes, config, rules, _open(_tensors_path(directory, MLX_TENSORS_FILE)), is_mlx=True)
+    rules = rules_of(pissa.begun_plainly(config) if has_first else config)
+    return _Files(config_bytes, config, rules, _open(_tensors_path(directory, TENSORS_FILE)))
+
+
+def _read_first(place: Path) -> _Files:
+    """The first values of an adapter. Refusals name their directory."""
+    try:
+        return _read_files(place, has_first=True)
+    except (AdapterInvalid, SourceNotFound) as error:
+        raise type(error)(f"{place.name}/{error.message}", param=error.param) from error
+
+
+def _source_digest(read: dict[str, _Files]) -> str:
+    """`read` by the directory below the adapter's own."""
+    lines = "".join(
+        f"{below}{CONFIG_FILE} {hashlib.sha256(files.config_bytes).hexdigest()}\n"
+        f"{below}{files.tensors.name} {files.tensors.sha256()}\n"
+        for below, files in read.items()
+    )
     return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 

@@ -258,7 +258,7 @@ def _refuse_unserved(config: dict[str, Any]) -> None:
             "init_lora_weights",
             found=f"{init!r:.200}, which also rewrites the base weights",
             wanted="an adapter converted back to plain LoRA (save_pretrained with "
-            "path_initial_model_for_weight_conversion)",
+            "path_initial_model_for_weight_conversion), or its first values beside it (in pissa_init/ or the like)",
         )
     known = set(LoraConfig.__struct_fields__) | HARMLESS | {"bias", "init_lora_weights"}
     for key, value in sorted(config.items()):

@@ -67,6 +67,8 @@ def self_test(directory: Path, card: BaseCard, packed: Path) -> SelfTest:
             x, compared = _fixed_inputs(site.in_dim), _empty(site)
             for module in modules.get(place, ()):
                 _add_wanted(original.term(module), x, compared)
+                if taken := original.taken_out(module):
+                    _add_wanted(taken, x, compared)
             if place in ranges:
                 _add_found(file.fileno(), header, *ranges[place], x, compared.found)
             return _worst_of(site, compared)

@@ -28,6 +28,8 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapters.safetensors")
 """What PEFT writes, and what MLX does."""
 MODEL_CONFIG_FILE = "config.json"
 """Kept because speculators and Medusa heads have no other, and are to be refused by their names."""
+INITIAL_DIRS = ("pissa_init", "olora_init", "corda_init", "lora_ga_init")
+"""Directories beside an adapter's files with the values that it began with, under the same names (`pissa`)."""
 KEPT = frozenset({CONFIG_FILE, MODEL_CONFIG_FILE, *WEIGHT_FILES})
 PICKLE = re.compile(r"adapter(_model|_\d+)?\.(bin|pt|pth|pkl|ckpt)\Z", re.IGNORECASE)
 """Weight files that are refused by their name: an empty file of that name is kept, so that the reader can say so."""
@@ -90,7 +92,7 @@ class Picker:
             raise TooLarge(f"the files hold more than {self._limits.max_bytes} bytes", param="files")
 
     def chosen(self) -> Path:
-        """The directory of the adapter: that of the topmost config."""
+        """The directory of the adapter: that of the topmost config. First values are put into it. Ask once."""
         found = self._holding(CONFIG_FILE) or self._holding(MODEL_CONFIG_FILE)
         if not found:
             raise SourceNotFound(
@@ -100,6 +102,9 @@ class Picker:
         twins = [str(at) for level, at in found if level == depth]
         if len(twins) > 1:
             raise InvalidRequest(f"the upload holds {len(twins)} adapters ({', '.join(twins[:4])})", param="files")
+        for name in INITIAL_DIRS:
+            if beside := self._kept.get(top / name):
+                beside.rename(self._kept[top] / name)
         return self._kept[top]
 
     def _holding(self, name: str) -> list[tuple[int, PurePosixPath]]:

@@ -4,7 +4,8 @@ Both only below roots that the operator has named. Exactly an adapter's own file
 nothing is listed, nothing else is read, and an error does not tell what lies there. Blocking; runs in a thread.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -13,11 +14,14 @@ from infinilora.gateway.scratch import disk_errors
 from infinilora.gateway.uploads import UploadLimits
 from infinilora.protocol.errors import InvalidRequest, SourceNotFound, StoreRefused, TooLarge, Unavailable
 from infinilora.runtime.blobs import Blob, BlobStore
-from infinilora.weights.unpack import CONFIG_FILE, MODEL_CONFIG_FILE, WEIGHT_FILES
+from infinilora.weights.unpack import CONFIG_FILE, INITIAL_DIRS, MODEL_CONFIG_FILE, WEIGHT_FILES
 
 CHUNK_BYTES = 8 << 20
 PICKLE_FILE = "adapter_model.bin"
 """Looked for where there is no safetensors file, and never read: its name alone is what is refused."""
+_INITS = re.compile(rb'"(pissa|olora|corda|lora_ga)', re.IGNORECASE)
+"""Words of a config by which first values may lie beside it. Nothing is understood here: the worker reads the file."""
+_MAX_CONFIG_BYTES = 8 << 20
 
 
 class Buckets(NamedTuple):
@@ -63,8 +67,10 @@ class Sources:
         files = {name: self._inside(directory / name) for name in wanted if (directory / name).is_file()}
         if not files.keys() & {CONFIG_FILE, MODEL_CONFIG_FILE}:
             raise _no_adapter()
+        files |= {name: self._inside(directory / name) for name in _initial_names() if (directory / name).is_file()}
         self._check_bytes(sum(file.stat().st_size for file in files.values()))
         for name, file in files.items():
+            (scratch / name).parent.mkdir(exist_ok=True)
             (scratch / name).symlink_to(file)
 
     def _inside(self, path: Path | None) -> Path:
@@ -86,15 +92,25 @@ class Sources:
                 "the source is outside the buckets this gateway may read (INFINILORA_ADAPTER_BUCKETS)",
                 param="source",
             )
-        files = _files_of(self._buckets.open(bucket), prefix)
-        self._check_bytes(sum(file.blob.size for file in files))
+        blobs = self._buckets.open(bucket)
+        files = _files_of(blobs, prefix)
+        self._take(files, scratch, files)
+        if _may_have_first_values(scratch / CONFIG_FILE):
+            first = [file for name in _initial_names() if (file := _meet_beside(blobs, prefix, name))]
+            files += first
+            self._take(first, scratch, files)
+        if any(file.has_changed() for file in files):
+            raise _changed()
+
+    def _take(self, files: "list[_File]", scratch: Path, together: "list[_File]") -> None:
+        """Copy files that are, `together` with what was taken before, not too large."""
+        self._check_bytes(sum(file.blob.size for file in together))
         for file in files:
             with disk_errors():
+                (scratch / file.name).parent.mkdir(exist_ok=True)
                 (scratch / file.name).touch()
             if file.name != PICKLE_FILE:
                 file.copy(scratch / file.name)
-        if any(file.has_changed() for file in files):
-            raise _changed()
 
     def _is_allowed(self, path: str) -> bool:
         is_plain = all(part not in ("", ".", "..") for part in path.split("/"))
@@ -147,6 +163,18 @@ def _files_of(blobs: BlobStore, prefix: str) -> list[_File]:
         if weights := _meet_beside(blobs, prefix, name):
             return [config, weights]
     return [config]
+
+
+def _initial_names() -> Iterator[str]:
+    """First values, by their names below the adapter."""
+    return (f"{directory}/{name}" for directory in INITIAL_DIRS for name in (CONFIG_FILE, WEIGHT_FILES[0]))
+
+
+def _may_have_first_values(config: Path) -> bool:
+    if not config.is_file():
+        return False
+    with disk_errors(), config.open("rb") as file:
+        return _INITS.search(file.read(_MAX_CONFIG_BYTES)) is not None
 
 
 def _meet(blobs: BlobStore, prefix: str, name: str) -> _File | None:

@@ -19,6 +19,7 @@ INGEST_S = 1800.0
 """A large adapter waits its turn, is read, checked and packed before the upload is answered."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapters.safetensors")
+INITIAL_DIRS = ("pissa_init", "olora_init", "corda_init", "lora_ga_init")
 """As PEFT writes them, and as MLX does. Nothing else of a directory is needed, or sent."""
 
 PAGE = 500
@@ -115,7 +116,14 @@ class Api:
         """Upload an adapter's directory; returns its record once it can be served."""
         with ExitStack() as open_files, self._errors():
             files = [
-                ("files", (path.name, open_files.enter_context(_Counted(path, on_bytes)), "application/octet-stream"))
+                (
+                    "files",
+                    (
+                        str(path.relative_to(directory)),
+                        open_files.enter_context(_Counted(path, on_bytes)),
+                        "application/octet-stream",
+                    ),
+                )
                 for path in adapter_files(directory)
             ]
             fields = wish.fields() | self._tenant
@@ -158,7 +166,10 @@ def _adapter_path(name: str) -> str:
 
 
 def adapter_files(directory: Path) -> list[Path]:
-    """What is uploaded of a trainer's directory: two files. Raises InvalidRequest when it does not have them."""
+    """What is uploaded of a trainer's directory: two files, and the two that it began with where it has them.
+
+    Raises InvalidRequest when there are not the first two.
+    """
     if not directory.is_dir():
         raise InvalidRequest(f"{directory} is not a directory; wanted one with {CONFIG_FILE} and {WEIGHT_FILES[0]}")
     config = directory / CONFIG_FILE
@@ -166,8 +177,13 @@ def adapter_files(directory: Path) -> list[Path]:
         raise InvalidRequest(f"{directory} has no {CONFIG_FILE}: is it the directory that PEFT saved?")
     for name in WEIGHT_FILES:
         if (directory / name).is_file():
-            return [config, directory / name]
+            return [config, directory / name, *_first_values(directory)]
     raise InvalidRequest(f"{directory}: found {_weights_found(directory)}; wanted {WEIGHT_FILES[0]}")
+
+
+def _first_values(directory: Path) -> list[Path]:
+    places = (directory / name for name in INITIAL_DIRS)
+    return [path for place in places for path in (place / CONFIG_FILE, place / WEIGHT_FILES[0]) if path.is_file()]
 
 
 def _weights_found(directory: Path) -> str:
