@@ -2,14 +2,18 @@
 
 import resource
 import threading
+import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from infinilora.protocol.errors import InvalidRequest, StoreFull, StoreRefused
-from infinilora.runtime.blobs import BlobStore, Changed, open_blobs
-from support.procs import WeedServer
+from infinilora.protocol.errors import InvalidRequest, StoreFull, StoreRefused, Unavailable
+from infinilora.runtime.blob_store import SCRATCH
+from infinilora.runtime.blobs import BlobStore, Changed, DirectoryBlobs, open_blobs
+from infinilora.runtime.credentials import Credentials
+from infinilora.runtime.s3_blobs import S3Blobs, S3Place
+from support.procs import WeedServer, wait_until
 
 
 @pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.integration)])
@@ -68,6 +72,56 @@ def test_a_large_file_goes_up_in_parts_and_comes_back_whole(blobs: BlobStore, tm
     assert stat.size == len(data)
     assert blobs.get_range("large", (16 << 20) - 8, 16) == b"89abcdef01234567"
     assert blobs.get("large") == data
+
+
+def test_a_deletion_is_done_in_time_or_not_at_all(blobs: BlobStore) -> None:
+    for name in ("soon", "late", "kept"):
+        blobs.put(name, b"x")
+    for name in ("soon", "nothing"):
+        deletion = blobs.deletion(name, within_s=60)
+        deletion()
+        deletion()
+    late, until = blobs.deletion("late", within_s=1), time.monotonic() + 1
+    wait_until(lambda: time.monotonic() > until, "its time is over")
+    with pytest.raises(Unavailable, match="too late"):
+        late()
+    assert blobs.list() == ["kept", "late"]
+
+
+@pytest.mark.integration
+def test_a_deletion_that_is_held_up_on_its_way_is_refused_by_the_store(
+    s3_server: WeedServer,
+) -> None:
+    """A process that is stopped after its last look at the clock: what it sends is too old when it comes."""
+    place = S3Place("test-late", s3_server.endpoint)
+    keys = Credentials(source="keys", access_key=s3_server.access_key, secret_key=s3_server.secret_key)
+    blobs = S3Blobs(place, keys, clock=lambda: 0.0)
+    blobs.put("x", b"x")
+    late, until = blobs.deletion("x", within_s=1), time.monotonic() + 2
+    wait_until(lambda: time.monotonic() > until, "its time is over")
+    with pytest.raises(Unavailable, match="does not let this service in"):
+        late()
+    assert blobs.get("x") == b"x"
+
+
+def test_a_deletion_spares_what_came_in_the_place_of_what_it_was_for(tmp_path: Path) -> None:
+    blobs = open_blobs(f"file://{tmp_path}/store")
+    blobs.put("x", b"one")
+    deletion = blobs.deletion("x", within_s=60)
+    blobs.put("x", b"two")
+    deletion()
+    assert blobs.get("x") == b"two"
+
+
+def test_a_file_that_comes_between_the_last_look_and_the_deletion_is_put_back(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path)
+    blobs.put("x", b"one")
+    before = blobs.stat("x")
+    assert before is not None
+    blobs.put("x", b"two")
+    blobs._remove(tmp_path / "x", before)
+    assert blobs.get("x") == b"two"
+    assert list((tmp_path / SCRATCH).iterdir()) == []
 
 
 def test_what_is_not_there_is_said_so(blobs: BlobStore) -> None:

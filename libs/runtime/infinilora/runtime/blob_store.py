@@ -6,6 +6,7 @@ key or secret: they may reach a client.
 """
 
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -53,6 +54,14 @@ class BlobStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Harmless when there is nothing of that name."""
+        ...
+
+    def deletion(self, name: str, *, within_s: int) -> Callable[[], None]:
+        """What deletes the object, if it is called within so many seconds from now.
+
+        Later it raises Unavailable and deletes nothing, wherever its process was stopped in between: so a caller may
+        find out, once it has this, whether the object may still be deleted. Blocking, like all here.
+        """
         ...
 
 

@@ -4,8 +4,9 @@ import errno
 import io
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +57,32 @@ class DirectoryBlobs:
     def delete(self, name: str) -> None:
         with _file_errors(name):
             self._path(name).unlink(missing_ok=True)
+
+    def deletion(self, name: str, *, within_s: int) -> Callable[[], None]:
+        path, before = self._path(name), self.stat(name)
+        deadline = time.monotonic() + within_s
+
+        def delete() -> None:
+            if time.monotonic() > deadline:
+                raise Unavailable("too late to delete the object", retry_after_s=1.0)
+            if before is not None and self.stat(name) == before:
+                with _file_errors(name), suppress(FileNotFoundError):
+                    self._remove(path, before)
+
+        return delete
+
+    def _remove(self, path: Path, wanted: Blob) -> None:
+        """Take the file aside first: one that has come in its place between two system calls goes back."""
+        aside = self._root / SCRATCH / secrets.token_hex(8)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(aside)
+        try:
+            info = aside.stat()
+            if Blob(info.st_size, _etag(info)) != wanted:
+                with suppress(FileExistsError):
+                    os.link(aside, path)
+        finally:
+            aside.unlink()
 
     def _path(self, name: str) -> Path:
         path = self._root / check_object_name(name)

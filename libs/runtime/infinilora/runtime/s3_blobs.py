@@ -7,16 +7,17 @@ import io
 import re
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
-from minio.error import S3Error
+from minio.error import S3Error, ServerError
 
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 from infinilora.runtime.blob_store import Blob, Changed, check_object_name
@@ -51,11 +52,20 @@ class S3Place:
 class S3Blobs:
     """One bucket. Made on first use if it is missing and we may; safe from many threads."""
 
-    def __init__(self, place: S3Place, credentials: Credentials, *, read_s: float = READ_S) -> None:
+    def __init__(
+        self,
+        place: S3Place,
+        credentials: Credentials,
+        *,
+        read_s: float = READ_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._bucket = place.bucket
         self._read_s = read_s
         self._is_plain = urlsplit(place.endpoint).scheme == "http"
-        self._client = _client(place, credentials, read_s)
+        self._http = _http(place, read_s)
+        self._client = _client(place, credentials, self._http)
 
     def put_file(self, name: str, path: Path, *, if_absent: bool = False) -> bool:
         with path.open("rb") as source:
@@ -99,6 +109,26 @@ class S3Blobs:
                 self._client.remove_object(self._bucket, check_object_name(name))
         except FileNotFoundError:
             return
+
+    def deletion(self, name: str, *, within_s: int) -> Callable[[], None]:
+        """The request is signed now, and the store itself refuses it once it is too old."""
+        deadline = self._clock() + within_s
+        with self._errors(name):
+            url = self._client.get_presigned_url(
+                "DELETE", self._bucket, check_object_name(name), expires=timedelta(seconds=within_s)
+            )
+
+        def delete() -> None:
+            if self._clock() <= deadline:
+                with self._errors(name):
+                    status = self._http.request("DELETE", url).status
+                    if status in (200, 204, 404):
+                        return
+                    if self._clock() <= deadline:
+                        raise ServerError("the object was not deleted", status)
+            raise Unavailable("too late to delete the object", retry_after_s=1.0)
+
+        return delete
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
         return store_errors(name, is_plain=self._is_plain)
@@ -156,12 +186,9 @@ class S3Blobs:
                 raise
 
 
-def _client(place: S3Place, credentials: Credentials, read_s: float) -> Minio:
-    at = urlsplit(place.endpoint)
-    if at.scheme not in ("http", "https") or not at.hostname or at.path not in ("", "/") or at.query or at.username:
-        raise InvalidRequest("store endpoint: wanted http://host:port or https://host:port, and nothing more")
+def _http(place: S3Place, read_s: float) -> urllib3.PoolManager:
     _check_authority(place.ca_file)
-    http = urllib3.PoolManager(
+    return urllib3.PoolManager(
         timeout=urllib3.Timeout(connect=CONNECT_S, read=read_s),
         # No redirects: what is asked of the endpoint, signature and all, goes nowhere else.
         retries=urllib3.Retry(
@@ -171,6 +198,12 @@ def _client(place: S3Place, credentials: Credentials, read_s: float) -> Minio:
         cert_reqs="CERT_NONE" if place.is_insecure else "CERT_REQUIRED",
         ca_certs=place.ca_file or None,
     )
+
+
+def _client(place: S3Place, credentials: Credentials, http: urllib3.PoolManager) -> Minio:
+    at = urlsplit(place.endpoint)
+    if at.scheme not in ("http", "https") or not at.hostname or at.path not in ("", "/") or at.query or at.username:
+        raise InvalidRequest("store endpoint: wanted http://host:port or https://host:port, and nothing more")
     try:
         client = Minio(
             at.netloc,
