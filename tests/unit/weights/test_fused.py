@@ -115,6 +115,15 @@ def test_equal_widths_without_a_version_are_refused(tmp_path: Path, version: str
         ingest(source, card(HIDDEN // 2), tmp_path / "out")
 
 
+def test_a_version_against_the_shapes_of_another_pair_is_refused(tmp_path: Path) -> None:
+    pairs = {f"{WRAPPED}.base_layer": random_pair(HIDDEN, HIDDEN), WRAPPED: random_pair(HIDDEN // 2, HIDDEN)}
+    straight = write_fused(tmp_path / "a", pairs, config={"peft_version": "0.21.2"})
+    assert len(ingest(straight, card(HIDDEN // 2), tmp_path / "out").sites) == 2
+    both = write_fused(tmp_path / "b", pairs, config={"peft_version": "0.17.1"})
+    with pytest.raises(AdapterInvalid, match=r"until 0\.19\.0, and as it has done since.*wanted one of them"):
+        ingest(both, card(HIDDEN // 2), tmp_path / "out")
+
+
 def test_block_diagonal_gate_up_is_packed_at_its_true_ranks(tmp_path: Path) -> None:
     a, b = random_pair(HIDDEN, 2 * FF, rank=2 * RANK)
     blocks = b.reshape(2 * FF, 2 * RANK, NUM_EXPERTS)

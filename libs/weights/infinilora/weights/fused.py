@@ -81,6 +81,28 @@ class Fused:
         return (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
 
 
+class OneGeneration:
+    """Holds the flattened pairs of one file to one generation of PEFT: crossed all, or none.
+
+    Between calls: the first tensor of each that was seen.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[bool, str] = {}
+
+    def check(self, fused: Fused) -> None:
+        """Raise AdapterInvalid where another pair was read the other way: shapes and version contradict each other."""
+        self._first.setdefault(fused.crossed, fused.a)
+        if len(self._first) > 1:
+            raise invalid(
+                fused.file.name,
+                f"tensors {self._first[True]} and {self._first[False]}",
+                found="experts flattened as PEFT did until 0.19.0, and as it has done since (told by their shapes, "
+                "and where input and output are equally wide by peft_version)",
+                wanted="one of them in a file",
+            )
+
+
 def _columns(part: PartGeometry) -> slice:
     return slice(part.out_offset, part.out_offset + part.out_dim)
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.weights.absent import OUTER_SITES
-from infinilora.weights.fused import container_of, establish
+from infinilora.weights.fused import OneGeneration, container_of, establish
 from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
 from infinilora.weights.names import FileNames, ModuleIndex, Place
@@ -34,6 +34,7 @@ class Places:
         self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
         self._found: Found = defaultdict(dict)
         self._untargeted: list[str] = []
+        self._generation = OneGeneration()
         self.names = FileNames.of(self._pairs)
         self.biases: dict[PartKey, Bias] = {}
         """Of dense parts, scaled as their pairs are."""
@@ -87,6 +88,7 @@ class Places:
 
     def _place_flattened(self, container: str, halves: Halves) -> None:
         fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
+        self._generation.check(fused)
         self._refuse_bias(halves)
         self._check_suffix(halves)
         for number, pairs in fused.parts():
