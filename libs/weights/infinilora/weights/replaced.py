@@ -107,7 +107,12 @@ class Replaced:
             return
         width, shape = self.card.hidden_dim, self.file.tensors[key].shape
         if kind is self.tables and shape != (self.card.vocab_size, width):
-            return  # refused with what is no LoRA, and with both sizes
+            raise invalid(
+                self.file.name,
+                f"tensor {key}",
+                found=f"the whole of {module.rpartition('.')[2]}, {list(shape)} (modules_to_save, or a vocabulary that was resized)",
+                wanted=f"{[self.card.vocab_size, width]}: {self.card.name} has a vocabulary of {self.card.vocab_size}",
+            )
         if kind is self.tokens and shape[1:] != (width,):
             raise invalid(self.file.name, f"tensor {key} shape", found=list(shape), wanted=["tokens", width])
         if module in kind:
