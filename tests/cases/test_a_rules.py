@@ -1,5 +1,6 @@
 """Class A, the configuration: what it means, what may be ignored, and what must not be."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,31 @@ async def test_a20_how_the_training_began_is_history(world: World) -> None:
     ]
     changes = world.oracle.merge(loras, 2.0)
     await each(*(world.exact(Files(one, keyed(loras)), changes) for one in settings))
+
+
+def began_with(first: Files, root: Path, kind: str) -> dict[str, bytes]:
+    """The files of first values, below the directory of their kind."""
+    directory = first.write(root / "first" / kind)
+    return {f"{kind}_init/{path.name}": path.read_bytes() for path in directory.iterdir()}
+
+
+@on("L")
+async def test_a20_what_training_took_out_of_the_base_is_taken_away_again(world: World) -> None:
+    """PiSSA and the like change the base: served with the first values beside, refused without."""
+    loras, began = world.oracle.loras(QV, seed=201), world.oracle.loras(QV, seed=202)
+    changes = [*world.oracle.merge(loras, 2.0), *world.oracle.merge(began, -2.0)]
+    for kind in ("pissa", "olora", "corda", "lora_ga"):
+        settings = config(init_lora_weights=kind)
+        more = began_with(Files(config(init_lora_weights=True), keyed(began)), world.root, kind)
+        whole = Files(settings, keyed(loras), more)
+        await world.exact(whole, changes)
+        await world.exact_from(world.put(f"a20/{kind}", whole), changes, name=f"a20-{kind}")
+        await world.refused(Files(settings, keyed(loras)), kind, "pissa_init/")
+    unconverted = Files(config(init_lora_weights=True), keyed(loras), more)
+    await each(
+        world.refused(unconverted, "init_lora_weights", "lora_ga_init/"),
+        world.refused(Files(config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}), keyed(loras)), "loftq"),
+    )
 
 
 @on("L")

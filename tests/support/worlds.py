@@ -65,7 +65,8 @@ class World:
     def put(self, prefix: str, files: Files, *, more: Mapping[str, bytes] | None = None) -> str:
         """Lay an adapter into the system's own S3 server, and other objects under their whole names; gives its URI."""
         directory = self.place(files)
-        objects = {f"{prefix}/{path.name}": path.read_bytes() for path in directory.iterdir()} | dict(more or {})
+        paths = (path for path in directory.rglob("*") if path.is_file())
+        objects = {f"{prefix}/{path.relative_to(directory)}": path.read_bytes() for path in paths} | dict(more or {})
         client, bucket = self.store()
         for name, data in objects.items():
             client.put_object(bucket, name, io.BytesIO(data), len(data))

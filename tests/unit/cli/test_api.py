@@ -155,6 +155,20 @@ def test_push_sends_the_adapters_files_and_prints_the_digest(
     assert b"not sent" not in body
 
 
+def test_push_sends_what_training_began_with_under_its_own_directory(
+    gateway: tuple[str, type[Gateway]], tmp_path: Path
+) -> None:
+    url, seen = gateway
+    directory = peft_directory(tmp_path / "a")
+    peft_directory(directory / "pissa_init")
+    peft_directory(directory / "checkpoint-5")
+    assert run("adapter", "push", str(directory), "--name", "a", "--url", url)[0] == 0
+    (body,) = seen.uploads
+    assert b'filename="pissa_init/adapter_config.json"' in body
+    assert b'filename="pissa_init/adapter_model.safetensors"' in body
+    assert body.count(b"filename=") == 4
+
+
 def test_push_of_an_address_leaves_the_reading_to_the_gateway(gateway: tuple[str, type[Gateway]]) -> None:
     url, seen = gateway
     options = ("--name", "a", "--base", "tiny", "--narrow", "BF16", "--replace", "--url", url)

@@ -60,7 +60,8 @@ class World:
         limits = UploadLimits(max_bytes=max_bytes)
         sources = Sources([self.root / "roots"], Buckets(allowed or ("mine",), open_bucket), limits)
         assert sources.fetch(source, self.scratch) == self.scratch
-        return {path.name: path.read_bytes() for path in self.scratch.iterdir()}
+        files = (path for path in self.scratch.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.scratch)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -183,6 +184,39 @@ def test_without_an_s3_store_there_are_no_buckets(tmp_path: Path) -> None:
         sources.fetch("s3://mine/a", tmp_path)
 
 
+FIRST = tuple(f"pissa_init/{name}" for name in PEFT)
+BEGAN = b'{"init_lora_weights": "pissa_niter_4"}'
+
+
+def test_first_values_are_fetched_where_the_config_speaks_of_any(world: World) -> None:
+    for prefix, config in (("a", BEGAN), ("b", b'{"init_lora_weights": true}')):
+        world.put(prefix, *PEFT, *FIRST, "pissa_init/optimizer.pt")
+        world.put(prefix, PEFT[0], data=config)
+    assert world.fetch("s3://mine/a").keys() == {*PEFT, *FIRST}
+    world.store.asked.clear()
+    for path in (world.scratch / "pissa_init").iterdir():
+        path.unlink()
+    assert world.fetch("s3://mine/b").keys() == set(PEFT)
+    assert not [name for name in world.store.asked if "_init" in name], "a store that refuses would be asked in vain"
+
+
+def test_a_store_may_refuse_to_say_that_there_are_no_first_values(world: World) -> None:
+    world.put("a", *PEFT, *FIRST)
+    world.put("a", PEFT[0], data=BEGAN)
+    world.store.refused = {f"a/{FIRST[0]}", "a/olora_init/adapter_config.json"}
+    assert world.fetch("s3://mine/a").keys() == {*PEFT, FIRST[1]}
+
+
+def test_first_values_count_in_the_size_and_must_not_change(world: World) -> None:
+    world.put("a", *PEFT, *FIRST, data=b"x" * 300)
+    world.put("a", PEFT[0], data=BEGAN)
+    with pytest.raises(TooLarge):
+        world.fetch("s3://mine/a", max_bytes=900)
+    world.store.changes_at = f"a/{FIRST[1]}"
+    with pytest.raises(Unavailable, match="replaced while it was read"):
+        world.fetch("s3://mine/a")
+
+
 # Directories --------------------------------------------------------------------------------------
 
 
@@ -192,6 +226,19 @@ def test_of_a_directory_only_an_adapters_files_are_seen(world: World) -> None:
     for name in (*PEFT, "optimizer.pt", *(f"checkpoint-{i}.json" for i in range(500))):
         (directory / name).write_bytes(b"x" * 3000)
     assert world.fetch(f"file://{directory}") == dict.fromkeys(PEFT, b"x" * 3000)
+
+
+def test_of_a_directory_first_values_are_seen_too_and_lead_nowhere_else(world: World) -> None:
+    directory = world.root / "roots" / "a"
+    (directory / "pissa_init").mkdir(parents=True)
+    for name in (*PEFT, *FIRST):
+        (directory / name).write_bytes(b"x")
+    assert world.fetch(f"file://{directory}").keys() == {*PEFT, *FIRST}
+    (world.root / "secret").write_bytes(b"secret")
+    (directory / FIRST[1]).unlink()
+    (directory / FIRST[1]).symlink_to(world.root / "secret")
+    with pytest.raises(InvalidRequest, match="outside the directories"):
+        world.fetch(f"file://{directory}")
 
 
 def test_links_within_the_roots_are_followed_and_others_are_not(world: World) -> None:
