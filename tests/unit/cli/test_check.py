@@ -50,12 +50,12 @@ def test_a_good_adapter_is_told_module_by_module(model: Path, oracle: Oracle, tm
 
 def test_what_is_refused_is_told_in_the_words_of_registration(model: Path, oracle: Oracle, tmp_path: Path) -> None:
     tensors = keyed(oracle.loras(modules("q_proj", "v_proj")))
-    adapter = Files(config(use_dora=True), tensors).write(tmp_path / "a")
+    adapter = Files(config(use_qalora=True), tensors).write(tmp_path / "a")
     code, out, err = check(adapter, model)
     assert code == REFUSED
     assert "can be served" not in out
     assert "adapter_invalid: adapter_config.json" in err
-    assert "use_dora" in err
+    assert "use_qalora" in err
     code, out, _ = check(adapter, model, "--json")
     told = json.loads(out)
     assert (code, told["servable"], told["error"]["code"]) == (REFUSED, False, "adapter_invalid")

@@ -56,7 +56,7 @@ def test_the_delta_is_scale_times_the_transposed_product(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        ({"fine_tune_type": "dora"}, ["fine_tune_type", "dora"]),
+        ({"fine_tune_type": "dora"}, ["fine_tune_type", "dora", "no magnitude"]),
         ({"fine_tune_type": "full"}, ["fine_tune_type", "full"]),
         ({"use_dora": True}, ["use_dora"]),
         ({"lora_parameters": {"rank": 4}}, ["lora_parameters", "scale"]),

@@ -91,10 +91,10 @@ def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: 
     [
         ({"peft_type": "IA3"}, ["peft_type", "IA3", "LORA"]),
         ({"peft_type": None}, ["peft_type"]),
-        ({"use_dora": True}, ["use_dora", "DoRA"]),
+        ({"use_dora": True, "lora_bias": True}, ["lora_bias", "use_dora"]),
         ({"bias": "all"}, ["bias", "'all'", "'none'"]),
         ({"layer_replication": [[0, 2]]}, ["layer_replication"]),
-        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
+        ({"trainable_token_indices": {"embed_tokens": ["a"]}}, ["trainable_token_indices"]),
         ({"alora_invocation_tokens": [1, 2]}, ["alora_invocation_tokens"]),
         ({"use_qalora": True}, ["use_qalora"]),
         ({"use_bdlora": {"nblocks": 2}}, ["use_bdlora"]),

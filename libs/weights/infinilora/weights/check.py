@@ -13,11 +13,12 @@ from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, Par
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
+from infinilora.weights.dora import dora_parts
 from infinilora.weights.facts import Facts
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
-from infinilora.weights.plan import AdapterPlan, Bias, Pair, PartPlan, SitePlan
+from infinilora.weights.plan import AdapterPlan, Bias, Dora, Pair, PartPlan, SitePlan
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import NUMPY_DTYPES, all_finite
@@ -47,8 +48,9 @@ def plan_adapter(
     absent = Expected(adapter.rules, places.names).absent(card, {key: set(blocks) for key, blocks in found.items()})
     refuse_empty_layers(adapter.tensors.name, absent, found)
     _check_finite(adapter)
+    doras = dora_parts(adapter.tensors, card, places.magnitudes, facts)
     facts.check_answered()
-    sites = _sites(card, found, places.biases)
+    sites = _sites(card, found, places.biases, doras)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
     return AdapterPlan(
@@ -105,15 +107,18 @@ def _check_finite(adapter: PeftAdapter) -> None:
 # Parts and sites ----------------------------------------------------------------------------------
 
 
-def _sites(card: BaseCard, found: Found, biases: dict[PartKey, Bias]) -> tuple[SitePlan, ...]:
+def _sites(
+    card: BaseCard, found: Found, biases: dict[PartKey, Bias], doras: dict[PartKey, Dora]
+) -> tuple[SitePlan, ...]:
     geometry, parts = card.geometry(), defaultdict[tuple[int, Site], list[PartPlan]](list)
     for layer, site, number in sorted(found):
         key = layer, site, number
-        parts[layer, site].append(_part(geometry[layer, site], number, found[key], biases.get(key)))
+        vectors = biases.get(key), doras.get(key)
+        parts[layer, site].append(_part(geometry[layer, site], number, found[key], *vectors))
     return tuple(SitePlan(geometry[place], tuple(adapted)) for place, adapted in parts.items())
 
 
-def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled], bias: Bias | None) -> PartPlan:
+def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled], bias: Bias | None, dora: Dora | None) -> PartPlan:
     """One rank and one scale for all experts: lower ranks are padded with zeros, unlike scales go into Bt."""
     geometry: PartGeometry = site.parts[number]
     scale, _ = Counter(scale for _, scale in blocks.values()).most_common(1)[0]
@@ -125,10 +130,11 @@ def _part(site: SiteGeometry, number: int, blocks: dict[int, Scaled], bias: Bias
         scale=scale,
         out_dim=geometry.out_dim,
         out_offset=geometry.out_offset,
-        has_bias=bias is not None,
+        has_bias=bias is not None or (dora is not None and dora.bias is not None),
+        has_colscale=dora is not None,
     )
     pairs = [_with_gain(*blocks[block], scale) if block in blocks else None for block in range(site.num_experts or 1)]
-    return PartPlan(entry=entry, pairs=tuple(pairs), bias=bias)
+    return PartPlan(entry=entry, pairs=tuple(pairs), bias=bias, dora=dora)
 
 
 def _with_gain(pair: Pair, scale: float, common: float) -> Pair:
@@ -175,6 +181,9 @@ def _packed_dtype(
         kind = "F32"
         text = "packed as F32: experts of one projection have unlike scales"
         notes.append(AdapterWarning(code="widened", text=text))
+    if kind != "F32" and any(part.dora is not None for site in sites for part in site.parts):
+        kind = "F32"
+        notes.append(AdapterWarning(code="widened", text="packed as F32: DoRA's factors are multiplied into B"))
     if narrow is None or narrow == kind:
         return kind, tuple(notes)
     if narrow not in NUMPY_DTYPES or NUMPY_DTYPES[narrow].itemsize >= NUMPY_DTYPES[kind].itemsize:

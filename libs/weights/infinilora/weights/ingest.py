@@ -73,7 +73,7 @@ def run(
     try:
         with draft.open("wb") as file:
             manifest = write_packed(plan, file)
-        tested = self_test(source, card, draft)
+        tested = self_test(source, card, draft, facts)
         if _state(source) != before:
             raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
         _judge(tested, manifest)

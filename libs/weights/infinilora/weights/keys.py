@@ -3,7 +3,9 @@
     [wrappers.]base_model.model.MODULE.lora_A[.ADAPTER].weight        PEFT; ADAPTER in raw state dicts
     [wrappers.]base_model.model.MODULE.lora_embedding_A[.ADAPTER]     PEFT, of an embedding: A [r, vocabulary]
     [wrappers.]base_model.model.MODULE.lora_B[.ADAPTER].bias          PEFT, with lora_bias
+    [...]MODULE.lora_magnitude_vector[.ADAPTER][.weight]              PEFT, with use_dora
     MODULE.lora_a                                                     MLX, whose matrices lie transposed
+    MODULE.m                                                          MLX, the magnitude of its DoRA
 
 A file must be spelled in one way: one prefix, one adapter's name, one place of the language model. Two ways are
 two adapters, or half of one.
@@ -17,13 +19,14 @@ from infinilora.weights.names import ROOT
 from infinilora.weights.plan import ALL, Cut
 from infinilora.weights.refuse import invalid
 
-Role = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias"]
+Role = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias", "magnitude"]
 BESIDE: dict[Role, Role] = {
     "lora_A": "lora_B",
     "lora_B": "lora_A",
     "lora_embedding_A": "lora_embedding_B",
     "lora_embedding_B": "lora_embedding_A",
     "bias": "lora_B",
+    "magnitude": "lora_B",
 }
 """What a module must have where it has the first."""
 
@@ -31,9 +34,16 @@ _PEFT = (
     re.compile(r"(?P<module>.+)\.(?P<role>lora_[AB])(?:\.(?:(?P<adapter>[^.]+)\.)?weight)?\Z"),
     re.compile(r"(?P<module>.+)\.(?P<role>lora_embedding_[AB])(?:\.(?P<adapter>[^.]+))?\Z"),
     re.compile(r"(?P<module>.+)\.lora_B\.(?:(?P<adapter>[^.]+)\.)?(?P<role>bias)\Z"),
+    re.compile(r"(?P<module>.+)\.(?P<role>lora_magnitude_vector)(?:\.(?!weight\Z)(?P<adapter>[^.]+))?(?:\.weight)?\Z"),
 )
-_MLX = (re.compile(r"(?P<module>.+)\.(?P<role>lora_[ab])\Z"),)
-_MLX_ROLES: dict[str, Role] = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_MLX = (re.compile(r"(?P<module>.+)\.(?P<role>lora_[ab]|m)\Z"),)
+_ROLES: dict[str, Role] = {
+    "lora_a": "lora_A",
+    "lora_b": "lora_B",
+    "m": "magnitude",
+    "lora_magnitude_vector": "magnitude",
+}
+"""Where a file has another word for it."""
 
 # Names that compilers and sharders put in between, and what may come before a module's name, once or twice.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -41,7 +51,7 @@ _PREFIX = re.compile(r"\A(?:module\.|base_model\.model\.(?=.))*")
 
 # What a key that is no LoRA half tells: (part of the key, why it is refused).
 _TELLING = (
-    ("lora_magnitude_vector", "DoRA, which is not served"),
+    ("lora_magnitude_vector", "a magnitude of DoRA under a name that PEFT does not load"),
     ("modules_to_save", "a whole module trained beside the LoRA, which is not served"),
     ("token_adapter", "trained token embeddings, which are not served"),
     ("trainable_tokens", "trained token embeddings, which are not served"),
@@ -67,6 +77,8 @@ class Halves(NamedTuple):
     """Under an embedding's names."""
     bias: str | None = None
     """The vector [out] of lora_B, where there is one."""
+    magnitude: str | None = None
+    """The vector [out] of DoRA, where there is one."""
 
     def a_cut(self, ranks: slice = ALL, *, plane: int | None = None) -> Cut:
         """The ranks' rows of A as [rank, in]."""
@@ -110,13 +122,15 @@ def pairs_of(file: str, keys: Iterable[str], *, is_mlx: bool = False) -> dict[st
 def _halves(file: str, module: str, found: dict[Role, str], is_mlx: bool) -> Halves:  # noqa: FBT001 - as `_parse`
     for role, key in found.items():
         other = BESIDE[role]
-        if other not in found:
+        if other not in found and not (role == "magnitude" and "lora_embedding_B" in found):
             raise invalid(file, f"module {module}", found=f"{role} alone ({key})", wanted=f"{other} beside it")
     if "lora_A" not in found:
-        return Halves(found["lora_embedding_A"], found["lora_embedding_B"], is_table=True)
+        tables = found["lora_embedding_A"], found["lora_embedding_B"]
+        return Halves(*tables, is_table=True, magnitude=found.get("magnitude"))
     if "lora_embedding_A" in found:
         raise invalid(file, f"module {module}", found="lora_A and lora_embedding_A", wanted="one of them")
-    return Halves(found["lora_A"], found["lora_B"], is_mlx, bias=found.get("bias"))
+    bias, magnitude = found.get("bias"), found.get("magnitude")
+    return Halves(found["lora_A"], found["lora_B"], is_mlx, bias=bias, magnitude=magnitude)
 
 
 def _why_not(key: str) -> str:
@@ -137,7 +151,7 @@ def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, _Spelling]:  #
     prefix = name.removesuffix(module)
     root = ROOT.match(module)
     adapter = None if is_mlx else found["adapter"] or ""
-    role: Role = _MLX_ROLES[found["role"]] if is_mlx else cast("Role", found["role"])
+    role = _ROLES.get(found["role"]) or cast("Role", found["role"])
     return module, role, _Spelling(prefix, root["root"] if root else None, adapter)
 
 

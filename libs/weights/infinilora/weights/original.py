@@ -12,6 +12,8 @@ Layouts, with E experts and rank r (the same for a site's whole width, or for on
       until PEFT 0.19.0 with in and out crossed: A [E·r, out], B [in, r·E]
     stacked           A [E|1, r, in]   B [E|1, out, r]  one for all experts where it says 1
     MLX               A [in, r]        B [r, out]       and the scale itself in the config
+
+DoRA, m [out] beside a dense pair: the base's output is scaled too, row by row (`original_dora`).
 """
 
 import json
@@ -26,14 +28,16 @@ import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 from infinilora.protocol.errors import AdapterInvalid
-from infinilora.weights.tensorfile import Array
+from infinilora.weights.original_dora import Lengths, Scaling
+from infinilora.weights.tensorfile import NUMPY_DTYPES, Array
 
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
 
 _PEFT_KEY = re.compile(r"(?P<module>.+?)\.lora_(?P<half>[AB])(\.(?!weight$)[^.]+)?(\.weight)?$")
 _TABLE_KEY = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?$")
 _BIAS_KEY = re.compile(r"(?P<module>.+?)\.lora_B(\.[^.]+)?\.(?P<half>bias)$")
-_MLX_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])$")
+_MAGNITUDE_KEY = re.compile(r"(?P<module>.+?)\.lora_magnitude_vector(\.(?!weight$)[^.]+)?(\.weight)?$")
+_MLX_KEY = re.compile(r"(?P<module>.+)\.(lora_)?(?P<half>(?<=lora_)[ab]|(?<!lora_)m)$")
 _WRAPPERS = frozenset(
     {"base_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "language_model"}
 )
@@ -51,19 +55,26 @@ class Spot(NamedTuple):
 
 
 class Term(NamedTuple):
-    """delta[block] += scale · (b·(a·x) + bias) at a span of outputs; a [n, r, in], b [n, out, r], n = 1 for all."""
+    """delta[block] += scale · (b·(a·x) + bias) at a span of outputs; a [n, r, in], b [n, out, r], n = 1 for all.
+
+    With a `scaling` that all, and the base's output, is multiplied by its factors, less the base's own bias.
+    """
 
     spot: Spot
     scale: float
     a: Array
     b: Array
     bias: Array | None = None
+    scaling: Scaling | None = None
 
 
 class Original:
-    """An adapter's two files, open; `terms` gives what they add, one site after the other."""
+    """An adapter's two files, open; `terms` gives what they add, one site after the other.
 
-    def __init__(self, directory: Path, card: BaseCard) -> None:
+    `facts`: what an engine of the base answered when this adapter was planned.
+    """
+
+    def __init__(self, directory: Path, card: BaseCard, facts: Path | None = None) -> None:
         self._config = _json("adapter_config.json", (directory / "adapter_config.json").read_bytes())
         self._is_mlx = "peft_type" not in self._config
         self._path = directory / (MLX_FILE if self._is_mlx else PEFT_FILE)
@@ -74,6 +85,7 @@ class Original:
         self._spots = dict(_spots(card))
         self._containers = _containers(card)
         self._pairs = self._find_pairs()
+        self._lengths = Lengths(facts)
         self._first = _first_values(directory, str(self._config.get("init_lora_weights")), card)
 
     def places(self) -> dict[tuple[int, Site], list[str]]:
@@ -86,16 +98,30 @@ class Original:
 
     def term(self, module: str) -> Term:
         """What one module's pair adds. Reads its tensors."""
-        a, b = self._tensor(self._pairs[module]["A"]), self._tensor(self._pairs[module]["B"])
+        pair = self._pairs[module]
+        a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
         if self._container(module):
             return self._flattened_term(module, a, b)
         if self._is_mlx:
             a, b = a.T, b.T
         if a.ndim == 2:
             a, b = a[None], b[None]
-        bias = self._pairs[module].get("BIAS")
-        scale = self._scale(_plain(module), a.shape[1])
-        return Term(self._spot(module), scale, a, b, None if bias is None else self._tensor(bias))
+        scale, spot = self._scale(_plain(module), a.shape[1]), self._spot(module)
+        bias = self._tensor(pair["BIAS"]) if "BIAS" in pair else None
+        scaling = self._scaling(pair, spot, scale) if "M" in pair else None
+        return Term(spot, scale, a, b, bias, scaling)
+
+    def _scaling(self, pair: dict[str, str], spot: Spot, scale: float) -> Scaling:
+        """Of every projection in the span, as the base's own weights make it."""
+        a, b = self._raw(pair["A"]), self._raw(pair["B"])
+        if self._is_mlx:
+            a, b = a.T, b.T
+        modules = [
+            (part.module, slice(part.out_offset - spot.begin, part.out_offset - spot.begin + part.out_dim))
+            for part in spot.site.parts
+            if spot.begin <= part.out_offset < spot.end
+        ]
+        return self._lengths.scaling(modules, self._tensor(pair["M"]), (a, b), scale)
 
     def taken_out(self, module: str) -> Term | None:
         """What training took out of the base before it began with this module, as a term of its own."""
@@ -115,9 +141,12 @@ class Original:
                 found = _MLX_KEY.match(key)
             else:
                 found = _BIAS_KEY.match(key) or _TABLE_KEY.match(key) or _PEFT_KEY.match(key)
-            if not found:
+            if magnitude := None if self._is_mlx else _MAGNITUDE_KEY.match(key):
+                pairs[magnitude["module"]]["M"] = key
+            elif found:
+                pairs[found["module"]][found["half"].upper()] = key
+            else:
                 raise self._untold(key, "a key that it cannot read")
-            pairs[found["module"]][found["half"].upper()] = key
         return pairs
 
     def _tensor(self, key: str) -> Array:
@@ -125,6 +154,12 @@ class Original:
         entry = self._header[key]
         begin, end = (self._data_at + offset for offset in entry["data_offsets"])
         return _wide(entry["dtype"], self._data[begin:end]).reshape(entry["shape"])
+
+    def _raw(self, key: str) -> Array:
+        """As it lies in the file."""
+        entry = self._header[key]
+        begin, end = (self._data_at + offset for offset in entry["data_offsets"])
+        return self._data[begin:end].view(NUMPY_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     # Places
 

@@ -20,6 +20,7 @@ from infinilora.protocol.adapter import (
     READABLE_PACKS,
     VECTOR_BYTES,
     Manifest,
+    PartEntry,
     SiteEntry,
     block_spans,
     decode_manifest,
@@ -96,8 +97,7 @@ def _manifest(plan: AdapterPlan, entries: list[SiteEntry]) -> Manifest:
 def narrowed_from(plan: AdapterPlan) -> str:
     """The dtype that would hold the adapter exactly, where it is packed in a smaller one; else empty."""
     kinds = {info.dtype for info in plan.source.tensors.tensors.values()}
-    has_gains = any(pair and pair.gain != 1.0 for site in plan.sites for part in site.parts for pair in part.pairs)
-    return "F32" if plan.dtype != "F32" and (has_gains or kinds != {plan.dtype}) else ""
+    return "F32" if plan.dtype != "F32" and (plan.has_gains or plan.has_dora or kinds != {plan.dtype}) else ""
 
 
 def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: BinaryIO) -> Array:
@@ -105,12 +105,21 @@ def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: Binary
     blocks = np.zeros((entry.num_blocks, entry.num_bytes // entry.num_blocks), np.uint8)
     for block, data in enumerate(blocks):
         for part, (a, bt) in zip(site.parts, part_arrays(entry, plan.dtype, data), strict=True):
-            fill(part.pairs[block], plan.source.tensors, a, bt)
-        for part, bias in zip(site.parts, part_biases(entry, plan.dtype, data), strict=True):
-            if part.bias is not None and bias is not None:
-                bias[...] = part.bias.read(plan.source.tensors)
+            fill(part, block, plan.source.tensors, a, bt)
+        _fill_vectors(plan, site, entry, data)
     out.write(blocks.data)
     return blocks
+
+
+def _fill_vectors(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, data: Array) -> None:
+    biases, colscales = part_biases(entry, plan.dtype, data), part_colscales(entry, plan.dtype, data)
+    for part, bias, colscale in zip(site.parts, biases, colscales, strict=True):
+        if part.bias is not None and bias is not None:
+            bias[...] = part.bias.read(plan.source.tensors)
+        if part.dora is not None and colscale is not None:
+            colscale[...] = part.dora.factors
+            if part.dora.bias is not None and bias is not None:
+                bias[...] = part.dora.bias
 
 
 def _hash_blocks(blocks: Array) -> tuple[str, ...]:
@@ -134,10 +143,17 @@ def part_arrays(entry: SiteEntry, dtype: str, block: Array) -> list[tuple[Array,
 def part_biases(entry: SiteEntry, dtype: str, block: Array) -> list[Array | None]:
     """The fp32 bias [out] of each part that has one, as a view of one block of bytes (uint8)."""
     spans, _ = block_spans(entry.parts, entry.in_dim, dtype)
-    return [
-        block[span.bias : span.bias + part.out_dim * VECTOR_BYTES].view(np.float32) if part.has_bias else None
-        for part, span in zip(entry.parts, spans, strict=True)
-    ]
+    return [_vector(block, span.bias, part) for part, span in zip(entry.parts, spans, strict=True)]
+
+
+def part_colscales(entry: SiteEntry, dtype: str, block: Array) -> list[Array | None]:
+    """The fp32 column scale [out] of each part that has one, as a view of one block of bytes (uint8)."""
+    spans, _ = block_spans(entry.parts, entry.in_dim, dtype)
+    return [_vector(block, span.colscale, part) for part, span in zip(entry.parts, spans, strict=True)]
+
+
+def _vector(block: Array, at: int, part: PartEntry) -> Array | None:
+    return None if at < 0 else block[at : at + part.out_dim * VECTOR_BYTES].view(np.float32)
 
 
 # The header --------------------------------------------------------------------------------------
@@ -174,11 +190,12 @@ def _dense_tensors(entry: SiteEntry, dtype: str) -> dict[str, Any]:
         end = span.bt + bt_bytes
     # safetensors allows no holes: padding is a tensor too, before vectors and at the end of a block.
     for part, span in zip(entry.parts, spans, strict=True):
-        if part.has_bias:
-            if end < span.bias:
-                add(f"{part.name}.pad", end, "U8", (span.bias - end,), span.bias - end)
-            add(f"{part.name}.bias", span.bias, "F32", (part.out_dim,), part.out_dim * VECTOR_BYTES)
-            end = span.bias + part.out_dim * VECTOR_BYTES
+        for vector, at, pad in (("bias", span.bias, "pad"), ("colscale", span.colscale, "colscale.pad")):
+            if at >= 0:
+                if end < at:
+                    add(f"{part.name}.{pad}", end, "U8", (at - end,), at - end)
+                add(f"{part.name}.{vector}", at, "F32", (part.out_dim,), part.out_dim * VECTOR_BYTES)
+                end = at + part.out_dim * VECTOR_BYTES
     if end < block_bytes:
         add("pad", end, "U8", (block_bytes - end,), block_bytes - end)
     return table

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.weights.absent import OUTER_SITES
+from infinilora.weights.dora import Magnitude, check_magnitude
 from infinilora.weights.fused import OneGeneration, container_of, establish
 from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
@@ -38,6 +39,8 @@ class Places:
         self.names = FileNames.of(self._pairs)
         self.biases: dict[PartKey, Bias] = {}
         """Of dense parts, scaled as their pairs are."""
+        self.magnitudes: dict[PartKey, Magnitude] = {}
+        """Of dense parts, with use_dora: of all that there are."""
 
     def all(self) -> Found:
         """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
@@ -85,11 +88,12 @@ class Places:
             raise invalid(
                 self._file.name, f"module {module}", found="no lora_B.bias", wanted=f"one: {CONFIG_FILE} sets lora_bias"
             )
+        check_magnitude(self._file.name, module, halves, uses_dora=self._rules.config.use_dora)
 
     def _place_flattened(self, container: str, halves: Halves) -> None:
         fused = establish(self._file, halves.a, halves.b, container=container, index=self._index, rules=self._rules)
         self._generation.check(fused)
-        self._refuse_bias(halves)
+        self._refuse_vectors(halves)
         self._check_suffix(halves)
         for number, pairs in fused.parts():
             for expert, pair in enumerate(pairs):
@@ -103,7 +107,7 @@ class Places:
         self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
         pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
         self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
-        self._add_bias(halves, site, part.out_dim, {place.part: ALL}, terms.scale)
+        self._add_vectors(halves, site, part.out_dim, {place.part: ALL}, terms.scale)
 
     def _place_joined(self, module: str, halves: Halves, join: Joined) -> None:
         if (terms := self._terms(module, join.names)) is None:
@@ -113,12 +117,12 @@ class Places:
         for number, pair in join.pairs(self._file, halves):
             self._add((site.layer, site.site, number), join.expert or 0, pair, terms.scale)
         rows = {n: slice(p.out_offset, p.out_offset + p.out_dim) for n, p in enumerate(site.parts)}
-        self._add_bias(halves, site, site.out_dim, rows, terms.scale)
+        self._add_vectors(halves, site, site.out_dim, rows, terms.scale)
 
     def _place_stacked(self, module: str, halves: Halves, stack: Stacked) -> None:
         if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
             return
-        self._refuse_bias(halves)
+        self._refuse_vectors(halves)
         site = stack.experts.geometry
         stack.check_shapes(self._file, halves, terms.rank)
         for number, expert, pair in stack.pairs(self._file, halves):
@@ -163,25 +167,39 @@ class Places:
                 hint = ", transposed?" if found == wanted[::-1] else ""
                 raise invalid(self._file.name, f"tensor {key} shape", found=f"{list(found)}{hint}", wanted=list(wanted))
 
-    def _add_bias(self, halves: Halves, site: SiteGeometry, out_dim: int, rows: dict[int, slice], scale: float) -> None:
-        """Give each part its rows of the module's bias."""
-        if halves.bias is None:
-            return
+    def _add_vectors(
+        self, halves: Halves, site: SiteGeometry, out_dim: int, rows: dict[int, slice], scale: float
+    ) -> None:
+        """Give each part its rows of the module's bias and magnitude."""
         if site.num_experts:
-            self._refuse_bias(halves)
-        shape = self._file.tensors[halves.bias].shape
-        if shape != (out_dim,):
-            raise invalid(self._file.name, f"tensor {halves.bias} shape", found=list(shape), wanted=[out_dim])
+            self._refuse_vectors(halves)
+        for vector in (halves.bias, halves.magnitude):
+            shape = (out_dim,) if vector is None else self._file.tensors[vector].shape
+            if shape != (out_dim,):
+                raise invalid(self._file.name, f"tensor {vector} shape", found=list(shape), wanted=[out_dim])
         for number, part_rows in rows.items():
-            self.biases[site.layer, site.site, number] = Bias(halves.bias, scale, part_rows)
+            key = site.layer, site.site, number
+            if halves.bias is not None:
+                self.biases[key] = Bias(halves.bias, scale, part_rows)
+            if halves.magnitude is not None:
+                pair = halves.a_cut(), halves.bt_cut(part_rows)
+                self.magnitudes[key] = Magnitude(halves.magnitude, *pair, scale, part_rows)
 
-    def _refuse_bias(self, halves: Halves) -> None:
+    def _refuse_vectors(self, halves: Halves) -> None:
+        """Of experts neither kind of vector is served."""
         if halves.bias is not None:
             raise invalid(
                 self._file.name,
                 f"tensor {halves.bias}",
                 found="a bias on the lora_B of experts (lora_bias), which is not served",
                 wanted="lora_bias on dense projections only",
+            )
+        if halves.magnitude is not None:
+            raise invalid(
+                self._file.name,
+                f"tensor {halves.magnitude}",
+                found="DoRA on experts, which is not served",
+                wanted="DoRA on dense projections only",
             )
 
     def _add(self, key: PartKey, block: int, pair: Pair, scale: float) -> None:

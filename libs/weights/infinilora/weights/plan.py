@@ -60,13 +60,24 @@ class Bias(NamedTuple):
         return vector
 
 
-@dataclass(frozen=True, slots=True)
+class Dora(NamedTuple):
+    """What the base's columns are multiplied by, fp32 [out], and what is added then, fp32 [out] or None (`dora`)."""
+
+    factors: Array
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PartPlan:
-    """A part of a site. One pair for each block of the site (each expert); None where nothing is adapted."""
+    """A part of a site. One pair for each block of the site (each expert); None where nothing is adapted.
+
+    With `dora`, its factors go into bt.
+    """
 
     entry: PartEntry
     pairs: tuple[Pair | None, ...]
     bias: Bias | None = None
+    dora: Dora | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,15 @@ class AdapterPlan:
     def warnings(self) -> tuple[str, ...]:
         return tuple(note.text for note in self.notes)
 
+    @property
+    def has_gains(self) -> bool:
+        """Whether experts of a part have unlike scales."""
+        return any(pair and pair.gain != 1.0 for site in self.sites for part in site.parts for pair in part.pairs)
+
+    @property
+    def has_dora(self) -> bool:
+        return any(part.dora is not None for site in self.sites for part in site.parts)
+
     def rows(self) -> tuple[PlanRow, ...]:
         """What is packed, part by part, then what is absent."""
         packed = (_row(site, part, self.dtype) for site in self.sites for part in site.parts)
@@ -115,14 +135,19 @@ def _row(site: SitePlan, part: PartPlan, dtype: str) -> PlanRow:
     )
 
 
-def fill(pair: Pair | None, file: TensorFile, a: Array, bt: Array) -> None:
-    """Write a pair's factors into a [part's rank, in] and bt [part's rank, out], zeros beyond the pair's rank."""
+def fill(part: PartPlan, block: int, file: TensorFile, a: Array, bt: Array) -> None:
+    """Write a block's pair into a [part's rank, in] and bt [part's rank, out], zeros beyond the pair's rank."""
+    pair = part.pairs[block]
     if pair is None:
         a[...] = 0
         bt[...] = 0
         return
     a[: pair.rank] = pair.a.read(file)
     factor = pair.bt.read(file)
-    bt[: pair.rank] = factor if pair.gain == 1.0 else factor.astype(np.float32) * np.float32(pair.gain)
+    if pair.gain != 1.0:
+        factor = factor.astype(np.float32) * np.float32(pair.gain)
+    if part.dora is not None:
+        factor = factor.astype(np.float32) * part.dora.factors
+    bt[: pair.rank] = factor
     a[pair.rank :] = 0
     bt[pair.rank :] = 0

@@ -36,6 +36,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_alpha: float = 8.0
     use_rslora: bool = False
     lora_bias: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     target_modules: str | list[str] | None = None
@@ -173,7 +174,6 @@ REFUSED = {
     "monteclora_config": "MonteCLoRA",
     "trainable_token_indices": "trained token embeddings",
     "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "velora_config": "VeLoRA",
 }
@@ -270,6 +270,8 @@ def _refuse_unserved(config: dict[str, Any]) -> None:
 
 def checked_rules(config: LoraConfig) -> LoraRules:
     """The rules of a configuration whose ranks, alphas and patterns hold. Raises AdapterInvalid."""
+    if config.use_dora and config.lora_bias:
+        raise invalid(CONFIG_FILE, "lora_bias", found="true, and use_dora as well", wanted="one of them, as in PEFT")
     for key, rank in [("r", config.r), *config.rank_pattern.items()]:
         if not 1 <= rank <= _MAX_RANK:
             raise invalid(CONFIG_FILE, f"rank {key:.200}", found=rank, wanted=f"at least 1, at most {_MAX_RANK}")

@@ -14,12 +14,24 @@ from typing import NamedTuple
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site, SiteEntry, SiteGeometry
-from infinilora.weights.original import Original, Term
-from infinilora.weights.packed import PackedHeader, packed_ranges, part_arrays, part_biases, read_header, verify
+from infinilora.weights.original import Original, Spot, Term
+from infinilora.weights.original_dora import Scaling
+from infinilora.weights.packed import (
+    PackedHeader,
+    packed_ranges,
+    part_arrays,
+    part_biases,
+    part_colscales,
+    read_header,
+    verify,
+)
 from infinilora.weights.tensorfile import Array
 
 NUM_INPUTS = 4
 """Fixed inputs per site: with one, a delta could be small by chance, and its relative error large."""
+
+TINY = 2.0**-100
+"""Below it fp32 has fewer digits."""
 
 MAX_THREADS = 2
 """Hashing and algebra let other threads run meanwhile; more would only hold more of the file in memory."""
@@ -39,20 +51,22 @@ class SelfTest(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """What is compared of one site: deltas [blocks, out, inputs] and squared sizes [blocks, out]."""
+    """What is compared of one site: deltas [blocks, out, inputs], squared sizes [blocks, out], column scales [out]."""
 
     wanted: Array
     found: Array
     size: Array
+    wanted_scale: Array
+    found_scale: Array
 
 
-def self_test(directory: Path, card: BaseCard, packed: Path) -> SelfTest:
-    """Compare `packed` with the files of `directory`, a few sites at a time.
+def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None = None) -> SelfTest:
+    """Compare `packed` with the files of `directory`, a few sites at a time. `facts`: what the plan was told.
 
     Raises AdapterFailed if a block of the packed file is not what its manifest says, AdapterInvalid if the original
     files hold what the reference road cannot read.
     """
-    original, geometry = Original(directory, card), card.geometry()
+    original, geometry = Original(directory, card, facts), card.geometry()
     modules = original.places()
     with packed.open("rb") as file, ThreadPoolExecutor(MAX_THREADS) as pool:
         header = read_header(file)
@@ -70,7 +84,7 @@ def self_test(directory: Path, card: BaseCard, packed: Path) -> SelfTest:
                 if taken := original.taken_out(module):
                     _add_wanted(taken, x, compared)
             if place in ranges:
-                _add_found(file.fileno(), header, *ranges[place], x, compared.found)
+                _add_found(file.fileno(), header, *ranges[place], x, compared)
             return _worst_of(site, compared)
 
         return reduce(_worse, pool.map(compare, sorted(modules.keys() | ranges.keys())), SelfTest(0.0, "", 0.0, ""))
@@ -84,23 +98,34 @@ def _fixed_inputs(in_dim: int) -> Array:
 def _empty(site: SiteGeometry) -> _Site:
     blocks = site.num_experts or 1
     shape = (blocks, site.out_dim, NUM_INPUTS)
-    return _Site(np.zeros(shape), np.zeros(shape), np.zeros(shape[:2]))
+    scales = np.ones(site.out_dim), np.ones(site.out_dim)
+    return _Site(np.zeros(shape), np.zeros(shape), np.zeros(shape[:2]), *scales)
 
 
 def _add_wanted(term: Term, x: Array, to: _Site) -> None:
     spot = term.spot
     blocks = slice(None) if spot.expert is None else slice(spot.expert, spot.expert + 1)
     hidden = term.a @ x
-    scaled = term.scale * hidden
-    to.wanted[blocks, spot.begin : spot.end] += term.b @ scaled
+    scaled, b = term.scale * hidden, term.b
+    if term.scaling is not None:
+        b = b * term.scaling.factors[:, None]
+        _add_scaling(term.scaling, spot, to)
+    to.wanted[blocks, spot.begin : spot.end] += b @ scaled
     norms = np.einsum("nrk,nrk->n", scaled, scaled)[:, None]
-    to.size[blocks, spot.begin : spot.end] += np.einsum("nor,nor->no", term.b, term.b) * norms
+    to.size[blocks, spot.begin : spot.end] += np.einsum("nor,nor->no", b, b) * norms
     if term.bias is not None:
         to.wanted[blocks, spot.begin : spot.end] += term.scale * term.bias[:, None]
         to.size[blocks, spot.begin : spot.end] += NUM_INPUTS * (term.scale * term.bias) ** 2
 
 
-def _add_found(file: int, header: PackedHeader, entry: SiteEntry, offset: int, x: Array, delta: Array) -> None:
+def _add_scaling(scaling: Scaling, spot: Spot, to: _Site) -> None:
+    """The base's columns are scaled, and what its bias lost or gained is given back: rounded as the bias itself is."""
+    to.wanted_scale[spot.begin : spot.end] = scaling.factors
+    to.wanted[:, spot.begin : spot.end] += ((1 - scaling.factors) * scaling.bias)[:, None]
+    to.size[:, spot.begin : spot.end] += NUM_INPUTS * ((1 + np.abs(scaling.factors)) * scaling.bias) ** 2
+
+
+def _add_found(file: int, header: PackedHeader, entry: SiteEntry, offset: int, x: Array, to: _Site) -> None:
     """delta[block, columns of the part] += scale · (x A^T) Bt + bias of every block, each verified as it is read."""
     block_bytes = entry.num_bytes // entry.num_blocks
     for block in range(entry.num_blocks):
@@ -108,12 +133,15 @@ def _add_found(file: int, header: PackedHeader, entry: SiteEntry, offset: int, x
         verify(entry, block, raw)
         data, dtype = np.frombuffer(raw, np.uint8), header.manifest.dtype
         arrays, biases = part_arrays(entry, dtype, data), part_biases(entry, dtype, data)
-        for part, (a, bt), bias in zip(entry.parts, arrays, biases, strict=True):
+        colscales = part_colscales(entry, dtype, data)
+        for part, (a, bt), bias, colscale in zip(entry.parts, arrays, biases, colscales, strict=True):
             columns = slice(part.out_offset, part.out_offset + part.out_dim)
             hidden = a.astype(np.float64) @ x
-            delta[block, columns] += part.scale * (bt.astype(np.float64).T @ hidden)
+            to.found[block, columns] += part.scale * (bt.astype(np.float64).T @ hidden)
             if bias is not None:
-                delta[block, columns] += bias[:, None]
+                to.found[block, columns] += bias[:, None]
+            if colscale is not None:
+                to.found_scale[columns] = colscale
 
 
 def _worst_of(site: SiteGeometry, compared: _Site) -> SelfTest:
@@ -124,9 +152,17 @@ def _worst_of(site: SiteGeometry, compared: _Site) -> SelfTest:
         missed = _norm(difference[:, columns])
         error = _ratio(missed, np.sqrt(compared.size[:, columns].sum(axis=1)))
         relative = _ratio(missed, _norm(compared.wanted[:, columns]))
+        scale_error = _scale_error(compared, columns)
+        worst = _worse(worst, SelfTest(scale_error, _name(site, part.name, 0) + " column scale", 0.0, ""))
         where, there = _name(site, part.name, int(error.argmax())), _name(site, part.name, int(relative.argmax()))
         worst = _worse(worst, SelfTest(float(error.max()), where, float(relative.max()), there))
     return worst
+
+
+def _scale_error(compared: _Site, columns: slice) -> float:
+    """The largest |found - wanted| / |wanted| of the part's column scales."""
+    wanted, found = compared.wanted_scale[columns], compared.found_scale[columns]
+    return float((np.abs(found - wanted) / np.maximum(np.abs(wanted), TINY)).max())
 
 
 def _worse(one: SelfTest, other: SelfTest) -> SelfTest:
