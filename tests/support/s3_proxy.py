@@ -58,7 +58,7 @@ class S3Proxy:
         self._upstream_port = upstream_port
         self._lock = threading.Lock()
         self._faults: list[tuple[Fault, int]] = []
-        self._holding: tuple[str, threading.Event] | None = None
+        self._holding: tuple[str, str, threading.Event] | None = None
         self.num_held = threading.Semaphore(0)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -76,10 +76,10 @@ class S3Proxy:
             self._faults.append((fault, times))
 
     @contextmanager
-    def held(self, path: str = "") -> Iterator[None]:
-        """GETs whose path holds `path` are not answered within the block; `num_held` counts them."""
+    def held(self, path: str = "", *, method: str = "GET") -> Iterator[None]:
+        """Requests of `method` whose path holds `path` go no further within the block; `num_held` counts them."""
         event = threading.Event()
-        self._holding = (path, event)
+        self._holding = (method, path, event)
         try:
             yield
         finally:
@@ -104,9 +104,9 @@ class S3Proxy:
 
     def wait_if_held(self, method: str, path: str) -> None:
         holding = self._holding
-        if holding and method == "GET" and holding[0] in path:
+        if holding and method == holding[0] and holding[1] in path:
             self.num_held.release()
-            holding[1].wait(HELD_S)
+            holding[2].wait(HELD_S)
 
     def note(self, seen: Seen) -> None:
         with self._lock:

@@ -7,19 +7,27 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
 from typing_extensions import override
 
+from infinilora.gateway.ledger import Ledger
+from infinilora.gateway.registry import Registry
+from infinilora.gateway.versions import Content
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
+from infinilora.protocol.adapter import AdapterRecord, DigestRecord, VersionRecord
 from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Placement, Stage
+from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Fingerprint, digest_of
+from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart
+from infinilora.runtime.memory import MemoryBus
 from infinilora.runtime.store import RedisStore, Stamp
-from support.procs import NatsServer, Server, ValkeyServer
+from support.procs import NatsServer, Server, ValkeyServer, WeedServer
+from support.s3_proxy import S3Proxy
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -34,7 +42,7 @@ class Coordinator(Server):
 
     name = "coordinator"
 
-    def __init__(self, home: Path, name: str, nats: NatsServer, valkey: ValkeyServer) -> None:
+    def __init__(self, home: Path, name: str, nats: NatsServer, valkey: ValkeyServer, **settings: str) -> None:
         super().__init__(home / name)
         self.id = name
         self._settings = {
@@ -46,6 +54,7 @@ class Coordinator(Server):
             "BEAT_MS": str(BEAT_MS),
             "LEASE_S": "1.5",
             "RECONCILE_S": "0.3",
+            **settings,
         }
 
     @override
@@ -82,8 +91,8 @@ class Cluster:
         self.valkey = ValkeyServer(home / "valkey")
         self.coordinators: list[Coordinator] = []
 
-    async def coordinator(self, name: str) -> Coordinator:
-        server = Coordinator(self.home, name, self.nats, self.valkey)
+    async def coordinator(self, name: str, **settings: str) -> Coordinator:
+        server = Coordinator(self.home, name, self.nats, self.valkey, **settings)
         self.coordinators.append(server)
         await asyncio.to_thread(server.start)
         return server
@@ -193,6 +202,54 @@ async def test_a_frozen_leader_that_wakes_finds_itself_deposed(tmp_path: Path) -
         first.thaw()
         assert not await first.leads()
         assert await second.leads()
+
+
+async def test_a_frozen_leaders_deletion_comes_too_late_for_what_is_registered_anew(
+    tmp_path: Path, s3_server: WeedServer
+) -> None:
+    """It is stopped with its deletion under way; another leads, deletes, the same content is registered; it goes on."""
+    bucket = f"fence-{uuid4().hex[:8]}"
+    blobs = open_blobs(s3_server.url(bucket), access_key=s3_server.access_key, secret_key=s3_server.secret_key)
+    packed = keys.packed(ADAPTER)
+    common = {
+        "S3_ACCESS_KEY": s3_server.access_key,
+        "S3_SECRET_KEY": s3_server.secret_key,
+        "DELETE_GRACE_S": "0",
+        "CLOCK_SKEW_S": "0",
+    }
+    async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
+        ledger = Ledger(store, MemoryBus(), Registry(store, MemoryBus()))
+        content = Content(BASE, ADAPTER, source="", num_bytes=1, max_rank=1, num_tensors=2, may_replace=True)
+        await asyncio.to_thread(blobs.put, packed, b"first")
+
+        async def is_free() -> bool:
+            found = await store.get(keys.digest(ADAPTER), DigestRecord)
+            return found is None
+
+        with S3Proxy(s3_server.port) as proxy:
+            first = await cluster.coordinator("c1", STORE_URL=proxy.url(bucket), **common)
+            await eventually(first.leads, "the first leads", 20)
+            second = await cluster.coordinator("c2", STORE_URL=s3_server.url(bucket), **common)
+            await eventually(second.is_well, "the second stands by", 20)
+            with proxy.held(packed, method="DELETE"):
+                await ledger.point("default", "one", content)
+                await ledger.delete("default", "one")
+                await asyncio.to_thread(proxy.wait_held)
+                first.freeze()
+                await eventually(second.leads, "the second leads", 20)
+                with pytest.raises(Unavailable, match="being deleted"):
+                    await ledger.point("default", "again", content)
+                await eventually(is_free, "the second has deleted it", 25)
+                await asyncio.to_thread(blobs.put, packed, b"again")
+                await ledger.point("default", "again", content)
+            first.thaw()
+            await eventually(lambda: bool(proxy.asked("DELETE", packed)), "the first one's deletion is answered", 20)
+            assert {seen.status for seen in proxy.asked("DELETE", packed)} == {403}
+            await eventually(first.is_well, "the first is well", 20)
+        assert await asyncio.to_thread(blobs.get, packed) == b"again"
+        found = await store.get(keys.digest(ADAPTER), DigestRecord)
+        assert found is not None
+        assert found.value == DigestRecord(refs=("default/again@v1",))
 
 
 async def test_a_coordinator_lives_through_the_death_of_broker_and_store(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Deleted adapters leave the store and every process, and never one that has a name again."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from typing_extensions import override
 
-from infinilora.coordinator.collect import Collector
+from infinilora.coordinator.collect import WITHIN_S, Collector, Times
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.orders import Orders
 from infinilora.coordinator.registry import Registry
@@ -23,11 +26,13 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
+from infinilora.runtime.store import Change, Effect, Swap
 from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
 A, B = digest_of(b"a"), digest_of(b"b")
-GRACE_S = 5.0
+GRACE_S, SKEW_S = 5.0, 20.0
+HOLD_S = WITHIN_S + SKEW_S
 
 
 class Clock:
@@ -39,44 +44,73 @@ class Clock:
 
 
 class InterruptedBlobs(DirectoryBlobs):
-    """Says when an object is about to be deleted, and can refuse to."""
+    """Can be away, and can be held up between the moment that a deletion is decided and the deletion."""
 
     is_away = False
+    may_go_on: threading.Event | None = None
 
     @override
-    def delete(self, name: str) -> None:
+    def deletion(self, name: str, *, within_s: int) -> Callable[[], None]:
         if self.is_away:
             raise Unavailable("the object store is away")
-        super().delete(name)
+        delete, may_go_on = super().deletion(name, within_s=within_s), self.may_go_on
+
+        def delayed() -> None:
+            assert may_go_on is None or may_go_on.wait(10)
+            delete()
+
+        return delayed
+
+
+class NotingStore(MemoryStore):
+    """Notes what it was asked to swap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swaps: list[Sequence[Change]] = []
+
+    @override
+    async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
+        self.swaps.append(changes)
+        return await super().swap(changes, also=also)
 
 
 class World:
     """A ledger that registers and deletes, processes that beat and obey, and one collector of the leader's."""
 
     def __init__(self, root: Path, bus: MemoryBus, members: Members, clock: Clock) -> None:
-        self.store = MemoryStore()
+        self.store = NotingStore()
         self.bus = bus
         self.members = members
         self.clock = clock
         self.blobs = InterruptedBlobs(root)
         self.ledger = Ledger(self.store, bus, Mirror(self.store, bus))
-        self.leadership = Leadership(self.store, "c1/a", lease_s=30, clock=clock)
-        self.registry = Registry(self.store)
+        self.leadership = Leadership(self.store, "c1/a", lease_s=3000, clock=clock)
         self.orders: list[tuple[str, Command]] = []
         self.refuse: dict[str, Exception] = {}
         self._seq = 0
         self.collector = self.another()
 
-    def another(self) -> Collector:
+    async def succeed(self) -> Collector:
+        """Another coordinator leads from now on, while this one does not know yet; the collector of that one."""
+        lease = await self.store.lease(keys.LEADER)
+        assert lease is not None
+        await self.store.release_lease(keys.LEADER, lease.owner, lease.epoch)
+        successor = Leadership(self.store, f"c{lease.epoch + 1}/a", lease_s=3000, clock=self.clock)
+        await successor.step()
+        return self.another(successor)
+
+    def another(self, leadership: Leadership | None = None) -> Collector:
         """A collector as another leader would have it: it remembers nothing."""
+        leadership = leadership or self.leadership
         return Collector(
             store=self.store,
             blobs=self.blobs,
             members=self.members,
-            leadership=self.leadership,
-            registry=self.registry,
-            orders=Orders(self.bus, self.leadership, CoordinatorMetrics(new_registry())),
-            grace_s=GRACE_S,
+            leadership=leadership,
+            registry=Registry(self.store),
+            orders=Orders(self.bus, leadership, CoordinatorMetrics(new_registry())),
+            times=Times(GRACE_S, SKEW_S),
             clock=self.clock,
         )
 
@@ -119,6 +153,13 @@ class World:
         assert epoch is not None
         for _ in range(count):
             await self.collector.round(epoch)
+
+    @property
+    def claims(self) -> int:
+        """How often a leader has made sure, right before a deletion, that it leads."""
+        return sum(
+            [change.value for change in changes] == [msgspec.UNSET, msgspec.UNSET] for changes in self.store.swaps
+        )
 
     def has(self, digest: Digest) -> bool:
         return self.blobs.stat(keys.packed(digest)) is not None
@@ -265,7 +306,7 @@ async def test_a_registration_at_any_moment_of_a_collection_keeps_the_file(tmp_p
     async with a_world(tmp_path) as world:
         await world.condemn("one", A)
         method = {"records read": "get_many", "registry read": "counter", "dying written": "swap"}[moment]
-        world.registry._store = world.collector._store = _interrupted(
+        world.collector._registry._store = world.collector._store = _interrupted(
             world.store, method, lambda: world.register("again", A)
         )
         await world.rounds(1)
@@ -297,6 +338,45 @@ async def test_a_deposed_leader_deletes_nothing(tmp_path: Path) -> None:
         await world.leadership.resign()
         await world.collector.round(1)
         assert (world.has(A), await world.state(A)) == (True, "dying")
+
+
+async def test_a_leader_that_was_stopped_in_the_middle_of_a_deletion_deletes_nothing_anew(tmp_path: Path) -> None:
+    """Between its last look at Redis and the deletion another leads, deletes, and the content gets a name again."""
+    async with a_world(tmp_path) as world:
+        await world.condemn("one", A)
+        await world.rounds(1)
+        world.blobs.may_go_on = may_go_on = threading.Event()
+        stopped = asyncio.get_running_loop().create_task(world.rounds(1))
+        await eventually(lambda: world.claims == 1, "the first leader has claimed it")
+        world.blobs.may_go_on = None
+        second = await world.succeed()
+        await second.round(2)
+        world.clock.now += HOLD_S - 0.1
+        await second.round(2)
+        assert await world.state(A) == "dying", "the first leader's deletion may still arrive"
+        world.clock.now += 0.2
+        await second.round(2)
+        assert (world.has(A), await world.state(A), await world.condemned()) == (False, None, [])
+        await world.register("again", A)
+        may_go_on.set()
+        await stopped
+        assert (world.has(A), await world.state(A)) == (True, "live")
+
+
+@pytest.mark.parametrize("state", ["live", "named", "dying", "gone"])
+async def test_a_leader_that_does_not_know_that_another_leads_writes_nothing(tmp_path: Path, state: str) -> None:
+    async with a_world(tmp_path) as world:
+        await world.condemn("one", A)
+        if state == "named":
+            await world.register("again", A)
+        if state in ("dying", "gone"):
+            await world.rounds(1)
+        if state == "gone":
+            world.blobs.delete(keys.packed(A))
+        before = (world.has(A), await world.state(A), await world.condemned())
+        await world.succeed()
+        await world.rounds()
+        assert (world.has(A), await world.state(A), await world.condemned()) == before
 
 
 async def test_a_collection_in_the_middle_of_a_registration_is_noticed(tmp_path: Path) -> None:

@@ -28,7 +28,14 @@ from support.waiting import eventually
 BASE = Fingerprint(digest_of(b"base"))
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
 POLICY = Policy(
-    reconcile_s=60, heat_half_life_s=60, hot_rps=2.0, fill=1.0, max_hints=4, hint_pause_s=60, delete_grace_s=5
+    reconcile_s=60,
+    heat_half_life_s=60,
+    hot_rps=2.0,
+    fill=1.0,
+    max_hints=4,
+    hint_pause_s=60,
+    delete_grace_s=5,
+    clock_skew_s=0,
 )
 
 

@@ -311,5 +311,7 @@ class DigestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     state: Literal["live", "dying"] = "live"
     """`dying`: being dropped from every tier and the store. Only a record without references may become so."""
+    epoch: int = 0
+    """Of a dying one: the leadership that deletes it. Who leads later takes it over before anything is deleted."""
     refs: tuple[str, ...] = ()
     """`tenant/name@vN` of every version that has this digest."""

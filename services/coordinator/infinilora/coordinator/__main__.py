@@ -91,6 +91,7 @@ def _policy(settings: Settings) -> Policy:
         max_hints=settings.max_hints,
         hint_pause_s=settings.hint_pause_s,
         delete_grace_s=settings.delete_grace_s,
+        clock_skew_s=settings.clock_skew_s,
     )
 
 

@@ -4,6 +4,14 @@ Registration and collection meet in a digest's `DigestRecord`. A registration ch
 its name, so a collection that has read it before must fail at its next step; one that reads it afterwards finds the
 name too, because the registry is read later still. The object is deleted only while the record says `dying`, and no
 name can be pointed to it then.
+
+A leader may be stopped at any instruction and wake up when another leads. So whatever it writes is written only if its
+epoch is still the newest, in the same script; and the one step that Redis cannot refuse is bound by time:
+
+    dying, epoch mine -> deletion made ready (good for WITHIN_S) -> claimed: still dying, mine -> object -> record
+
+Who takes a dying digest over from an earlier leader keeps its record, and with it every registration of the same
+content, waiting until nothing that the earlier one had claimed can be deleted any more.
 """
 
 import asyncio
@@ -30,6 +38,15 @@ logger = logging.getLogger(__name__)
 
 MAX_LOOKED_AT = 64
 """Digests of one round, the oldest first."""
+WITHIN_S = 10
+"""From making a deletion ready to its arrival at the store, which takes none later."""
+
+
+class Times(NamedTuple):
+    """How long a digest without a name is kept, and how far the store's clock may be behind."""
+
+    grace_s: float
+    clock_skew_s: float
 
 
 class _Case(NamedTuple):
@@ -39,9 +56,12 @@ class _Case(NamedTuple):
     def change(self, value: DigestRecord | None) -> Change:
         return Change(keys.digest(self.digest), self.record.raw if self.record else None, value)
 
+    def unchanged(self) -> Change:
+        return Change(keys.digest(self.digest), self.record.raw if self.record else None)
+
 
 class Collector:
-    """Remembers since when it has known a digest without a name, and who has dropped one that is dying."""
+    """Remembers since when a digest has had no name, who has dropped one that is dying, and what it took over when."""
 
     def __init__(
         self,
@@ -52,7 +72,7 @@ class Collector:
         leadership: Leadership,
         registry: Registry,
         orders: Orders,
-        grace_s: float,
+        times: Times,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -61,10 +81,12 @@ class Collector:
         self._leadership = leadership
         self._registry = registry
         self._orders = orders
-        self._grace_s = grace_s
+        self._grace_s = times.grace_s
+        self._hold_s = WITHIN_S + times.clock_skew_s
         self._clock = clock
         self._since: dict[Digest, float] = {}
         self._told: dict[Digest, set[str]] = {}
+        self._taken_over: dict[Digest, float] = {}
 
     async def round(self, epoch: int) -> None:
         """Take every condemned digest one step on. Raises Unavailable when Redis is away."""
@@ -73,6 +95,7 @@ class Collector:
         now = self._clock()
         self._since = {digest: self._since.get(digest, now) for digest in digests}
         self._told = {digest: told for digest, told in self._told.items() if digest in self._since}
+        self._taken_over = {digest: at for digest, at in self._taken_over.items() if now - at < self._hold_s}
         records = await self._store.get_many([keys.digest(digest) for digest in digests], DigestRecord)
         if digests:
             await self._registry.refresh()  # after the records were read: a name that came in between shows
@@ -97,32 +120,49 @@ class Collector:
             grace_s=self._grace_s,
         ):
             case "keep":
-                await self._keep(case)
+                await self._keep(case, epoch)
             case "drop":
-                await self._store.swap([case.change(DigestRecord(state="dying"))])
+                await self._store.swap([_leads(epoch), case.change(DigestRecord(state="dying", epoch=epoch))])
             case "forget":
                 await self._forget(case, epoch)
             case "wait":
                 return
 
-    async def _keep(self, case: _Case) -> None:
+    async def _keep(self, case: _Case, epoch: int) -> None:
         """Some name leads to it: look at it no more, and let go of references that lead nowhere."""
         refs = case.record.value.refs if case.record else ()
         held = tuple(ref for ref in refs if self._registry.holds(ref.partition("@")[0], case.digest))
-        await self._store.swap([case.change(DigestRecord(refs=held))], also=[Unstamp(keys.CONDEMNED, case.digest)])
+        changes = [_leads(epoch), case.change(DigestRecord(refs=held))]
+        await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)])
 
     async def _forget(self, case: _Case, epoch: int) -> None:
         """Have every process drop it; once all have, delete the object and then the record."""
+        if case.record is None or case.record.value.epoch != epoch:
+            await self._take_over(case, epoch)
+            return
         there = [m for m in self._members.all() if m.health != "dead" and m.beat.kind in ("lora-server", "engine")]
         told = self._told.setdefault(case.digest, set())
         untold = [member for member in there if _life(member) not in told]
         took = await asyncio.gather(*(self._has_dropped(member, case.digest, epoch) for member in untold))
         told |= {_life(member) for member, taken in zip(untold, took, strict=True) if taken}
         is_held = any(case.digest in _held(member) for member in there)
-        if is_held or not all(took) or self._leadership.holding != epoch:
+        may_arrive = case.digest in self._taken_over
+        if is_held or may_arrive or not all(took) or self._leadership.holding != epoch:
             return
-        await asyncio.to_thread(self._blobs.delete, keys.packed(case.digest))
-        if await self._store.swap([case.change(None)], also=[Unstamp(keys.CONDEMNED, case.digest)]):
+        await self._delete(case, epoch)
+
+    async def _take_over(self, case: _Case, epoch: int) -> None:
+        if await self._store.swap([_leads(epoch), case.change(DigestRecord(state="dying", epoch=epoch))]):
+            self._taken_over[case.digest] = self._clock()
+
+    async def _delete(self, case: _Case, epoch: int) -> None:
+        """The object, then the record: whoever has lost the lead meanwhile deletes neither."""
+        delete = await asyncio.to_thread(self._blobs.deletion, keys.packed(case.digest), within_s=WITHIN_S)
+        if not await self._store.swap([_leads(epoch), case.unchanged()]):
+            return
+        await asyncio.to_thread(delete)
+        changes = [_leads(epoch), case.change(None)]
+        if await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)]):
             logger.info("adapter deleted", extra={"adapter_id": case.digest})
 
     async def _has_dropped(self, member: Member, digest: Digest, epoch: int) -> bool:
@@ -134,6 +174,11 @@ class Collector:
             for member in self._members.all()
             if member.health != "dead"
         )
+
+
+def _leads(epoch: int) -> Change:
+    """The condition that nobody has led since."""
+    return Change(keys.EPOCH, b"%d" % epoch)
 
 
 def _life(member: Member) -> str:

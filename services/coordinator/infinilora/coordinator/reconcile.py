@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from infinilora.coordinator.collect import Collector
+from infinilora.coordinator.collect import Collector, Times
 from infinilora.coordinator.heat import hot_spots
 from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
@@ -48,6 +48,7 @@ class Policy:
     max_hints: int
     hint_pause_s: float
     delete_grace_s: float
+    clock_skew_s: float
 
 
 class Reconciler:
@@ -84,7 +85,7 @@ class Reconciler:
             leadership=leadership,
             registry=self.registry,
             orders=self._orders,
-            grace_s=policy.delete_grace_s,
+            times=Times(policy.delete_grace_s, policy.clock_skew_s),
             clock=clock,
         )
         self.heat: dict[Digest, float] = {}

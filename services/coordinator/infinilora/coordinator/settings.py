@@ -30,3 +30,6 @@ class Settings(Common):
     """Before the same hint is given again."""
     delete_grace_s: float = Field(default=15.0, ge=0)
     """How long an adapter that no name leads to is kept in the store for requests that were admitted before."""
+    clock_skew_s: float = Field(default=50.0, ge=0)
+    """How far the object store's clock may be behind. After a change of leaders, what was being deleted cannot be
+    registered anew for this long and ten seconds: a deletion of the earlier leader may still be on its way."""
