@@ -30,7 +30,7 @@ CASES = {
     "A04": Case("DoRA, and a stray magnitude vector", "refused"),
     "A05": Case("`lora_bias`", "exact"),
     "A06": Case("`bias` all or lora_only", "refused"),
-    "A07": Case("`modules_to_save` with lm_head, embed_tokens", "refused"),
+    "A07": Case("`modules_to_save` with lm_head, embed_tokens; trained tokens", "exact"),
     "A08": Case("a vocabulary that grew", "refused"),
     "A09": Case("side files beside an adapter", "exact"),
     "A12": Case("LoRA on the embedding", "exact"),

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.asyncio(loo
 
 QV = modules("q_proj", "v_proj")
 EMBED_MODULE = "base_model.model.model.embed_tokens"
+TOKENS = "token_adapter.trainable_tokens_delta"
 HEAD, EMBED = "base_model.model.lm_head.weight", f"{EMBED_MODULE}.weight"
 
 
@@ -55,19 +56,60 @@ async def test_a06_biases_that_were_trained(world: World) -> None:
     )
 
 
+def trained_rows(world: World, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor, Change, Change]:
+    """A table for embedding and one for head, with new rows for some tokens; and what these change."""
+    weights = world.oracle.model.model.embed_tokens.weight, world.oracle.model.lm_head.weight
+    tables = [weight.detach().clone() for weight in weights]
+    for seed, table in enumerate(tables):
+        table[tokens] += torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(seed)) * 0.4
+    changes = [table - weight.detach() for table, weight in zip(tables, weights, strict=True)]
+    return (*tables, Change("model.embed_tokens.weight", changes[0]), Change("lm_head.weight", changes[1]))
+
+
 @on("L")
 async def test_a07_modules_saved_whole(world: World) -> None:
     loras = world.oracle.loras(QV)
-    whole = {HEAD: torch.ones(128, 32), EMBED: torch.ones(128, 32)}
     changes = world.oracle.merge(loras, 2.0)
+    embedding, head, moves_embedding, moves_head = trained_rows(world, [*range(100), 127])
+    whole = {HEAD: head, EMBED: embedding}
     saved = config(modules_to_save=["embed_tokens", "lm_head"])
     await each(
-        world.refused(Files(saved, keyed(loras) | whole), "modules_to_save", "lm_head"),
-        world.refused(Files(config(), keyed(loras) | {HEAD: whole[HEAD]}), "lm_head"),
-        world.refused(Files(config(), keyed(loras) | {EMBED: whole[EMBED]}), "embed_tokens"),
+        world.exact(Files(saved, keyed(loras) | whole), [*changes, moves_embedding, moves_head]),
+        world.exact(Files(config(modules_to_save=["lm_head"]), keyed(loras) | {HEAD: head}), [*changes, moves_head]),
+        world.exact(Files(config(), keyed(loras) | {EMBED: embedding}), [*changes, moves_embedding]),
+        world.refused(Files(saved, keyed(loras) | {HEAD: head}), "modules_to_save", "embed_tokens"),
+        world.refused(Files(config(modules_to_save=["score"]), keyed(loras)), "modules_to_save", "score"),
         world.exact(Files(config(modules_to_save=[]), keyed(loras)), changes),
         world.exact(Files(config(modules_to_save=None), keyed(loras)), changes),
     )
+
+
+@on("L")
+async def test_a07_trained_tokens(world: World) -> None:
+    loras = world.oracle.loras(QV)
+    changes, tokens = world.oracle.merge(loras, 2.0), [PROMPT[2], 90, PROMPT[0]]
+    embedding, head, moves_embedding, moves_head = trained_rows(world, tokens)
+    rows, of_head = (
+        {f"{EMBED_MODULE}.{TOKENS}": embedding[tokens]},
+        {f"base_model.model.lm_head.{TOKENS}": head[tokens]},
+    )
+    both = config(trainable_token_indices={"embed_tokens": tokens, "lm_head": tokens})
+    await each(
+        world.exact(Files(config(trainable_token_indices=tokens), keyed(loras) | rows), [*changes, moves_embedding]),
+        world.exact(Files(both, keyed(loras) | rows | of_head), [*changes, moves_embedding, moves_head]),
+        world.refused(Files(config(trainable_token_indices=[128]), keyed(loras) | rows), "128"),
+        world.refused(Files(config(), keyed(loras) | rows), "trainable_token_indices"),
+    )
+
+
+@on("LT")
+async def test_a07_trained_tokens_of_a_tied_embedding_move_the_head(world: World) -> None:
+    loras = world.oracle.loras(QV)
+    tokens = [PROMPT[2], 90, PROMPT[0]]
+    embedding, _, moves_embedding, _ = trained_rows(world, tokens)
+    changes = [*world.oracle.merge(loras, 2.0), moves_embedding, Change("lm_head.weight", moves_embedding.delta)]
+    rows = {f"{EMBED_MODULE}.{TOKENS}": embedding[tokens]}
+    await world.exact(Files(config(trainable_token_indices=tokens), keyed(loras) | rows), changes)
 
 
 @on("L")

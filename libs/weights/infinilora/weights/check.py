@@ -4,6 +4,7 @@ Whatever is not exactly servable is refused here, by file, tensor, found and wan
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import ml_dtypes
@@ -20,12 +21,12 @@ from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
 from infinilora.weights.plan import AdapterPlan, Bias, Dora, Pair, PartPlan, SitePlan
 from infinilora.weights.refuse import invalid
+from infinilora.weights.replaced import Replaced
 from infinilora.weights.rules import CONFIG_FILE
-from infinilora.weights.tensorfile import NUMPY_DTYPES, all_finite
+from infinilora.weights.tensorfile import NUMPY_DTYPES, TensorFile, all_finite
 
 MAX_GAIN = 1e9
 """What may be multiplied into fp32 factors for an expert whose scale is not that of the others."""
-WHOLE_MODULES = ("lm_head", "embed_tokens")
 
 
 def plan_adapter(
@@ -42,14 +43,22 @@ def plan_adapter(
     """
     facts = facts or Facts(card)
     adapter = replace(adapter, tensors=without_copies(adapter.tensors, card))
-    _refuse_whole_modules(adapter, card)
+    replaced = Replaced.of(adapter, card, max_rank=max_rank)
+    adapter = replace(adapter, tensors=replaced.rest())
     places = Places(adapter, ModuleIndex(card))
     found = places.all()
-    absent = Expected(adapter.rules, places.names).absent(card, {key: set(blocks) for key, blocks in found.items()})
+    present = {key: set(blocks) for key, blocks in found.items()} | {key: {0} for key in replaced.places()}
+    absent = Expected(adapter.rules, places.names).absent(card, present)
     refuse_empty_layers(adapter.tensors.name, absent, found)
-    _check_finite(adapter)
+    _check_finite(replaced.file)
+    rows = replaced.pairs(facts, found)
     doras = dora_parts(adapter.tensors, card, places.magnitudes, facts)
     facts.check_answered()
+    found |= {key: {0: (pair, 1.0)} for key, pair in rows.items()}
+    if not found:
+        raise invalid(
+            replaced.file.name, "tensors", found=f"nothing that {card.name} has not", wanted="a LoRA pair, or rows"
+        )
     sites = _sites(card, found, places.biases, doras)
     _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
@@ -67,37 +76,13 @@ def plan_adapter(
 # Tensors ------------------------------------------------------------------------------------------
 
 
-def _refuse_whole_modules(adapter: PeftAdapter, card: BaseCard) -> None:
-    """Weights that replace the base's, by the config's word or by a tensor's name. Names module and both sizes."""
-    file = adapter.tensors
-    for key, info in file.tensors.items():
-        parts = key.removesuffix(".weight").split(".")
-        module = next((name for name in WHOLE_MODULES if name in parts), None)
-        if not module or "base_layer" in parts or any("lora_" in part for part in parts):
-            continue
-        raise invalid(
-            file.name,
-            f"tensor {key}",
-            found=f"the whole of {module}, {list(info.shape)} (modules_to_save, or a vocabulary that was resized)",
-            wanted=f"LoRA halves alone; {module} of {card.name} is {[card.vocab_size, card.hidden_dim]}, "
-            f"a vocabulary of {card.vocab_size}",
-        )
-    if saved := adapter.rules.config.modules_to_save:
-        raise invalid(
-            CONFIG_FILE,
-            "modules_to_save",
-            found=f"{saved!r:.200} (whole modules trained beside the LoRA)",
-            wanted="it unset",
-        )
-
-
-def _check_finite(adapter: PeftAdapter) -> None:
-    for name in adapter.tensors.tensors:
-        values = adapter.tensors.read(name)
+def _check_finite(file: TensorFile) -> None:
+    for name in file.tensors:
+        values = file.read(name)
         if not all_finite(values):
             finite = np.isfinite(values)
             raise invalid(
-                adapter.tensors.name,
+                file.name,
                 f"tensor {name}",
                 found=f"{finite.size - int(finite.sum())} of {finite.size} values NaN or infinite",
                 wanted="finite values",
@@ -172,7 +157,7 @@ def _packed_dtype(
 ) -> tuple[str, tuple[AdapterWarning, ...]]:
     """The file's own dtype if it has one; fp32, which holds every other exactly, if it mixes."""
     kinds = sorted({info.dtype for info in adapter.tensors.tensors.values()})
-    kind = kinds[0]
+    kind = kinds[0] if kinds else "F32"
     notes: list[AdapterWarning] = []
     if len(kinds) > 1:
         kind = "F32"
@@ -184,19 +169,30 @@ def _packed_dtype(
     if kind != "F32" and any(part.dora is not None for site in sites for part in site.parts):
         kind = "F32"
         notes.append(AdapterWarning(code="widened", text="packed as F32: DoRA's factors are multiplied into B"))
+    if kind != "F32" and any(True for _ in _computed(sites)):
+        kind = "F32"
+        notes.append(
+            AdapterWarning(code="widened", text="packed as F32: replaced rows are differences from the base's")
+        )
     if narrow is None or narrow == kind:
         return kind, tuple(notes)
     if narrow not in NUMPY_DTYPES or NUMPY_DTYPES[narrow].itemsize >= NUMPY_DTYPES[kind].itemsize:
         raise invalid(CONFIG_FILE, "narrow", found=f"{narrow} for a file of {kind}", wanted="BF16 or F16 of F32")
-    _check_range(adapter, narrow)
+    _check_range(adapter, sites, narrow)
     notes.append(AdapterWarning(code="narrowed", text=f"narrowed {kind} -> {narrow}: {NARROWING_BOUND[narrow]}"))
     return narrow, tuple(notes)
 
 
-def _check_range(adapter: PeftAdapter, narrow: str) -> None:
-    limit = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max)
-    for name in adapter.tensors.tensors:
-        largest = float(np.abs(adapter.tensors.read(name).astype(np.float32)).max(initial=0.0))
+def _computed(sites: tuple[SitePlan, ...]) -> Iterator[Pair]:
+    return (pair for site in sites for part in site.parts for pair in part.pairs if pair and pair.is_computed)
+
+
+def _check_range(adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str) -> None:
+    limit, file = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max), adapter.tensors
+    held = ((name, file.read(name)) for name in file.tensors)
+    computed = ((factor.tensor, factor.read(file)) for pair in _computed(sites) for factor in (pair.a, pair.bt))
+    for name, values in (*held, *computed):
+        largest = float(np.abs(values.astype(np.float32)).max(initial=0.0))
         if largest > limit:
             raise invalid(
                 adapter.tensors.name,

@@ -27,7 +27,7 @@ def without_copies(file: TensorFile, card: BaseCard) -> TensorFile:
         table = card.tables.get(canonical(found["module"])) if found else None
         if table is None:
             kept[key] = info
-        elif not _is_table(file.read(key), table):
+        elif not is_table(file.read(key), table):
             raise invalid(
                 file.name,
                 f"tensor {key}",
@@ -38,7 +38,7 @@ def without_copies(file: TensorFile, card: BaseCard) -> TensorFile:
     return replace(file, tensors=kept)
 
 
-def _is_table(copy: Array, table: Table) -> bool:
+def is_table(copy: Array, table: Table) -> bool:
     """Whether the values are the table's, in whatever dtype both are kept."""
     kind = NUMPY_DTYPES[table.dtype]
     if copy.shape != table.shape:

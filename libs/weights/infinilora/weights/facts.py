@@ -63,6 +63,11 @@ class Facts:
                 raise Unavailable("the engine that was asked serves another base model by now", retry_after_s=1.0)
 
     @property
+    def is_answered(self) -> bool:
+        """Whether there are answers to anything."""
+        return self._file is not None
+
+    @property
     def is_tied(self) -> bool:
         """Whether the base's head is its embedding; known once anything was answered."""
         return self._is_tied

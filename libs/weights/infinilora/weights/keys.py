@@ -146,13 +146,18 @@ def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, _Spelling]:  #
     if not found:
         wanted = "...lora_a or ...lora_b" if is_mlx else "...lora_A.weight or ...lora_B.weight"
         raise invalid(file, f"tensor {key}", found=_why_not(key), wanted=wanted)
-    name = ".".join(part for part in found["module"].split(".") if part not in _WRAPPERS)
-    module = _PREFIX.sub("", name)
-    prefix = name.removesuffix(module)
+    module, prefix = plain_module(found["module"])
     root = ROOT.match(module)
     adapter = None if is_mlx else found["adapter"] or ""
     role = _ROLES.get(found["role"]) or cast("Role", found["role"])
     return module, role, _Spelling(prefix, root["root"] if root else None, adapter)
+
+
+def plain_module(name: str) -> tuple[str, str]:
+    """A module's name without what was wrapped around it, and the prefix that it had."""
+    unwrapped = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    module = _PREFIX.sub("", unwrapped)
+    return module, unwrapped.removesuffix(module)
 
 
 _MEANING = {

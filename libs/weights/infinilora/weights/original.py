@@ -29,6 +29,7 @@ import numpy as np
 from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.original_dora import Lengths, Scaling
+from infinilora.weights.original_rows import Rows, is_of_rows
 from infinilora.weights.tensorfile import NUMPY_DTYPES, Array
 
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
@@ -85,8 +86,9 @@ class Original:
         self._spots = dict(_spots(card))
         self._containers = _containers(card)
         self._pairs = self._find_pairs()
-        self._lengths = Lengths(facts)
         self._first = _first_values(directory, str(self._config.get("init_lora_weights")), card)
+        self._lengths = Lengths(facts)
+        self._rows = Rows(self._config, self._header, card, facts)
 
     def places(self) -> dict[tuple[int, Site], list[str]]:
         """The modules of the file by the site they act at."""
@@ -123,6 +125,14 @@ class Original:
         ]
         return self._lengths.scaling(modules, self._tensor(pair["M"]), (a, b), scale)
 
+    def row_terms(self) -> dict[tuple[int, Site], Term]:
+        """What replaced rows of the embedding and the head add, by place."""
+        found = {}
+        for rows in self._rows.terms(self._raw):
+            spot = self._spot(rows.module)
+            found[spot.site.layer, spot.site.site] = Term(spot, 1.0, rows.a[None], rows.b[None])
+        return found
+
     def taken_out(self, module: str) -> Term | None:
         """What training took out of the base before it began with this module, as a term of its own."""
         if self._first is None:
@@ -136,6 +146,8 @@ class Original:
         pairs = defaultdict[str, dict[str, str]](dict)
         for key in self._header:
             if key.endswith(".base_layer.weight"):  # a copy of a weight of the base: it adds nothing
+                continue
+            if not self._is_mlx and is_of_rows(key):
                 continue
             if self._is_mlx:
                 found = _MLX_KEY.match(key)

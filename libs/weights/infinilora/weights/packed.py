@@ -97,7 +97,8 @@ def _manifest(plan: AdapterPlan, entries: list[SiteEntry]) -> Manifest:
 def narrowed_from(plan: AdapterPlan) -> str:
     """The dtype that would hold the adapter exactly, where it is packed in a smaller one; else empty."""
     kinds = {info.dtype for info in plan.source.tensors.tensors.values()}
-    return "F32" if plan.dtype != "F32" and (plan.has_gains or plan.has_dora or kinds != {plan.dtype}) else ""
+    is_wider = plan.has_gains or plan.has_dora or plan.has_computed or kinds != {plan.dtype}
+    return "F32" if plan.dtype != "F32" and is_wider else ""
 
 
 def _write_site(plan: AdapterPlan, site: SitePlan, entry: SiteEntry, out: BinaryIO) -> Array:

@@ -5,7 +5,7 @@ of plan, and `packed` need not know which it was.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,15 @@ class Cut(NamedTuple):
         return block.T if self.turned else block
 
 
+class Factor(Protocol):
+    """A matrix [rank, in or out] of the file, or one that was computed from a tensor of it."""
+
+    @property
+    def tensor(self) -> str: ...
+
+    def read(self, file: TensorFile, /) -> Array: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The factors of one projection: a [rank, in], bt [rank, out]; the delta is scale · gain · btᵀ·a.
@@ -41,10 +50,12 @@ class Pair:
     `gain` is 1 unless experts of one part have unlike scales: the packed part has one scale, bt takes the rest.
     """
 
-    a: Cut
-    bt: Cut
+    a: Factor
+    bt: Factor
     rank: int
     gain: float = 1.0
+    is_computed: bool = False
+    """In fp32, of the files' numbers and the base's (`replaced`)."""
 
 
 class Bias(NamedTuple):
@@ -109,6 +120,11 @@ class AdapterPlan:
     def has_gains(self) -> bool:
         """Whether experts of a part have unlike scales."""
         return any(pair and pair.gain != 1.0 for site in self.sites for part in site.parts for pair in part.pairs)
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether there are factors that no file holds as they are."""
+        return any(pair and pair.is_computed for site in self.sites for part in site.parts for pair in part.pairs)
 
     @property
     def has_dora(self) -> bool:

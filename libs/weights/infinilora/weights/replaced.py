@@ -110,7 +110,8 @@ class Replaced:
             raise invalid(
                 self.file.name,
                 f"tensor {key}",
-                found=f"the whole of {module.rpartition('.')[2]}, {list(shape)} (modules_to_save, or a vocabulary that was resized)",
+                found=f"the whole of {module.removeprefix('model.')}, {list(shape)} "
+                "(modules_to_save, or a vocabulary that was resized)",
                 wanted=f"{[self.card.vocab_size, width]}: {self.card.name} has a vocabulary of {self.card.vocab_size}",
             )
         if kind is self.tokens and shape[1:] != (width,):

@@ -45,6 +45,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] = []
     modules_to_save: list[str] = []
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     ensure_weight_tying: bool = False
     peft_version: str | None = None
 
@@ -172,7 +173,6 @@ REFUSED = {
     "layer_replication": "replicated layers",
     "megatron_config": "Megatron layers",
     "monteclora_config": "MonteCLoRA",
-    "trainable_token_indices": "trained token embeddings",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QALoRA",
     "velora_config": "VeLoRA",

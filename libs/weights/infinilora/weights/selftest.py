@@ -67,7 +67,7 @@ def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None 
     files hold what the reference road cannot read.
     """
     original, geometry = Original(directory, card, facts), card.geometry()
-    modules = original.places()
+    modules, rows = original.places(), original.row_terms()
     with packed.open("rb") as file, ThreadPoolExecutor(MAX_THREADS) as pool:
         header = read_header(file)
         ranges = {
@@ -83,11 +83,14 @@ def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None 
                 _add_wanted(original.term(module), x, compared)
                 if taken := original.taken_out(module):
                     _add_wanted(taken, x, compared)
+            if place in rows:
+                _add_wanted(rows[place], x, compared)
             if place in ranges:
                 _add_found(file.fileno(), header, *ranges[place], x, compared)
             return _worst_of(site, compared)
 
-        return reduce(_worse, pool.map(compare, sorted(modules.keys() | ranges.keys())), SelfTest(0.0, "", 0.0, ""))
+        everywhere = sorted(modules.keys() | rows.keys() | ranges.keys())
+        return reduce(_worse, pool.map(compare, everywhere), SelfTest(0.0, "", 0.0, ""))
 
 
 @cache
