@@ -27,7 +27,7 @@ class Case(NamedTuple):
 CASES = {
     "A01": Case("rank and alpha of each module", "exact"),
     "A03": Case("rsLoRA's scale", "exact"),
-    "A04": Case("DoRA, and a stray magnitude vector", "refused"),
+    "A04": Case("DoRA, and a magnitude vector too many or too few", "exact"),
     "A05": Case("`lora_bias`", "exact"),
     "A06": Case("`bias` all or lora_only", "refused"),
     "A07": Case("`modules_to_save` with lm_head, embed_tokens; trained tokens", "exact"),

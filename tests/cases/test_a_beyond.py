@@ -15,17 +15,6 @@ HEAD, EMBED = "base_model.model.lm_head.weight", f"{EMBED_MODULE}.weight"
 
 
 @on("L")
-async def test_a04_dora(world: World) -> None:
-    loras = world.oracle.loras(modules("q_proj"))
-    magnitudes = {f"base_model.model.{m}.lora_magnitude_vector": 3 * torch.ones(32) for m in loras}
-    tensors = keyed(loras) | magnitudes
-    await each(
-        world.refused(Files(config(target_modules=["q_proj"], use_dora=True), tensors), "use_dora"),
-        world.refused(Files(config(target_modules=["q_proj"]), tensors), "lora_magnitude_vector", "DoRA"),
-    )
-
-
-@on("L")
 async def test_a05_a_bias_inside_lora_b(world: World) -> None:
     loras = world.oracle.loras(modules("q_proj"))
     biases = {module: torch.randn(32, generator=torch.Generator().manual_seed(5)) for module in loras}
