@@ -104,6 +104,7 @@ def test_one_fault_is_refused_or_served_as_the_file_then_says(adapter: Adapter) 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @settings_for(20_000, is_soak=True)
 @given(adapters())
 def test_any_of_many_adapters_is_packed_as_its_explicit_merge(adapter: Adapter) -> None:
@@ -111,6 +112,7 @@ def test_any_of_many_adapters_is_packed_as_its_explicit_merge(adapter: Adapter) 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @settings_for(20_000, is_soak=True)
 @given(faulty(adapters()))
 def test_one_of_many_faults_is_refused_or_served_as_the_file_then_says(adapter: Adapter) -> None:

@@ -29,6 +29,7 @@ from support.explicit_rules import (
     Config,
     NoMeaning,
     is_excluded,
+    names_no_targets,
     rank_of,
     read_config,
     scale_of,
@@ -199,7 +200,7 @@ class _Reader:
         return any(is_excluded(self._config.get("exclude_modules"), name) for name in names)
 
     def _is_targeted(self, name: str) -> bool:
-        if self._config.get("target_modules") is None and not self._config.get("target_parameters"):
+        if names_no_targets(self._config):
             return False
         return targets_module(self._config, name) or targets_parameter(self._config, name)
 
@@ -262,12 +263,19 @@ class _Reader:
     def _fused(self, name: str, module: str, a: Array, b: Array) -> _Fused:
         """Which parameter a pair at the experts' own name belongs to: PEFT nests one wrapper for each parameter."""
         experts, holder = module.removesuffix(".base_layer"), name.removesuffix(".base_layer")
-        wrapped = [leaf for leaf in STACKED if targets_parameter(self._config, f"{holder}.{leaf}")]
-        depth = 1 if module != experts else 0
-        if len(wrapped) <= depth or self._config.get("lora_bias"):
-            raise NoMeaning(f"{name} is wrapped and target_parameters do not say what for")
-        leaf = wrapped[-1 - depth]  # the last parameter is the outermost wrapper
-        return _Fused(experts, leaf, f"{holder}.{leaf}", a, b)
+        if self._config.get("lora_bias"):
+            raise NoMeaning("PEFT has no lora_bias for parameters")
+        either = [_Fused(experts, leaf, f"{holder}.{leaf}", a, b) for leaf in STACKED]
+        if names_no_targets(self._config):
+            wrapped, depth = [one for one in either if self._readings(one)], 0
+        else:
+            wrapped, depth = (
+                [one for one in either if targets_parameter(self._config, one.name)],
+                int(module != experts),
+            )
+        if len(wrapped) <= depth:
+            raise NoMeaning(f"{name} is wrapped and neither target_parameters nor its shapes say what for")
+        return wrapped[-1 - depth]  # the last parameter is the outermost wrapper
 
     def _fused_shapes(self, one: _Fused, *, is_crossed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         number = self._num_experts(one.experts)
@@ -280,11 +288,7 @@ class _Reader:
 
     def _are_crossed(self, fused: Sequence[_Fused]) -> bool:
         """Whether old PEFT wrote this file, which took the out axis for the in axis: by shapes, else by its version."""
-        fits = [
-            {is_crossed for is_crossed in (False, True) if self._fused_fits(one, is_crossed=is_crossed)}
-            for one in fused
-        ]
-        readings = set.intersection({False, True}, *fits)
+        readings = set.intersection({False, True}, *map(self._readings, fused))
         if not readings:
             raise NoMeaning("the shapes of the fused experts fit no generation of PEFT")
         if len(readings) == 1 or not fused:
@@ -294,8 +298,10 @@ class _Reader:
             raise NoMeaning("square fused experts of an unknown generation of PEFT")
         return tuple(int(number) for number in version.groups()) <= CROSSED_UNTIL
 
-    def _fused_fits(self, one: _Fused, *, is_crossed: bool) -> bool:
-        return (one.a.shape, one.b.shape) == self._fused_shapes(one, is_crossed=is_crossed)
+    def _readings(self, one: _Fused) -> set[bool]:
+        """As which of PEFT's generations' its shapes fit: crossed, not crossed, both or neither."""
+        found = one.a.shape, one.b.shape
+        return {crossed for crossed in (False, True) if found == self._fused_shapes(one, is_crossed=crossed)}
 
     def _flattened(self, one: _Fused, *, is_crossed: bool) -> Iterator[tuple[str, Array]]:
         """Rows of A: expert by expert, all ranks of each. Columns of B: rank by rank, all experts of each."""

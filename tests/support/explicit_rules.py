@@ -64,13 +64,18 @@ def targets_module(config: Config, name: str, *, old_peft: bool = False) -> bool
     if is_excluded(config.get("exclude_modules"), name):
         return False
     if targets is None:
-        return not config.get("target_parameters")  # nothing said at all: what is in the file is what was trained
+        return names_no_targets(config)
     if isinstance(targets, str):
         is_linear = name != "lm_head" and not name.endswith(EMBEDDING)
         return (targets.lower() == "all-linear" and is_linear) or re.fullmatch(targets, name) is not None
     if name in targets:
         return True  # what is named in full is adapted whatever its layer
     return _is_named(targets, name) and _is_in_layers(config, name, last=old_peft)
+
+
+def names_no_targets(config: Config) -> bool:
+    """Nothing is said at all: what is in the file is what was trained."""
+    return config.get("target_modules") is None and not config.get("target_parameters")
 
 
 def targets_parameter(config: Config, name: str) -> bool:
