@@ -1,4 +1,7 @@
-"""Deltas over a real link from a real pool equal the adapters' own matrices, and the coupled mode's, at every site."""
+"""What a step adds over a real link from a real pool is the adapters' own, and the coupled mode's, at every site.
+
+Of an adapter with column scales the base's output is multiplied first: y = y * factors + delta.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,9 +33,10 @@ from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
 from support.cards import make_card, tiny_cards
 from support.pools import Packed, pack
+from support.scaled import Scaled, pack_scaled
 from support.waiting import eventually
 
-COUNTS = (3, 40, 1)
+COUNTS = (3, 40, 1, 5)
 BASE_ROWS = 2
 TOPK = 2
 
@@ -75,11 +79,13 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     if request.param == "outer":
         targets = [OUTER, attention, OUTER]
         adapters = [pack(tmp_path, blobs, card, seed=i, rank=3 + i, targets=t) for i, t in enumerate(targets)]
+        adapters.append(pack_scaled(tmp_path, blobs, card, seed=9, rank=2, targets=["k_proj", "lm_head"]))
         return Case(card, blobs, adapters, tmp_path)
     adapters = [
         pack(tmp_path, blobs, card, seed=1, rank=4),
         pack(tmp_path, blobs, card, seed=2, rank=16, targets=attention),
         pack(tmp_path, blobs, card, seed=3, rank=8, dtype="BF16"),
+        pack_scaled(tmp_path, blobs, card, seed=4, rank=5),
     ]
     return Case(card, blobs, adapters, tmp_path)
 
@@ -140,6 +146,16 @@ def inputs(case: Case, site: Site, in_dim: int) -> tuple[Tensor, Routing | None]
     return torch.randn(*shape, generator=dice), routing
 
 
+def outputs(site: Site, out_dim: int) -> Tensor:
+    """What the base has computed of a site when deltas are added."""
+    shape = (sum(COUNTS) + BASE_ROWS, *((TOPK,) if site is Site.MOE_GATE_UP else ()), out_dim)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(out_dim))
+
+
+def factors(packed: Packed, layer: int, site: Site) -> np.ndarray | float:
+    return packed.factors.get((layer, site), 1.0) if isinstance(packed, Scaled) else 1.0
+
+
 def wanted(packed: Packed, layer: int, site: Site, x: Tensor, routing: Routing | None) -> np.ndarray:
     """The definition, in float64."""
     if site is Site.EMBED:
@@ -164,13 +180,13 @@ def wanted(packed: Packed, layer: int, site: Site, x: Tensor, routing: Routing |
 
 
 async def every_site(lora: LoraBackend, case: Case, check: Callable[[int, Site, Tensor], None]) -> None:
-    """Run each site of each layer once as one step, and show what was added to zeros."""
+    """Run each site of each layer once as one step, and show what became of `outputs`."""
     plan = lora.begin(await rows_of(lora, case))
     assert plan is not None
     for geometry in case.card.sites:
         layer, site = geometry.layer, geometry.site
         x, routing = inputs(case, site, geometry.in_dim)
-        y = torch.zeros(x.shape[0], *((TOPK,) if site is Site.MOE_GATE_UP else ()), geometry.out_dim)
+        y = outputs(site, geometry.out_dim)
         await asyncio.to_thread(lora.add, lora.submit(plan, layer, site, x, routing), y)
         check(layer, site, y)
     lora.end(plan)
@@ -181,14 +197,16 @@ async def every_site(lora: LoraBackend, case: Case, check: Callable[[int, Site, 
 
 def is_right(case: Case, layer: int, site: Site, y: Tensor) -> None:
     x, routing = inputs(case, site, case.card.geometry()[layer, site].in_dim)
-    at = 0
+    before, at = outputs(site, case.card.geometry()[layer, site].out_dim), 0
     for packed, count in zip(case.adapters, COUNTS, strict=True):
         rows = slice(at, at + count)
         part = None if routing is None else Routing(routing.topk_ids[rows], routing.topk_weights[rows])
+        scaled = before[rows].double().numpy() * factors(packed, layer, site)
+        found = y[rows].double().numpy() - scaled
         delta = wanted(packed, layer, site, x[rows], part)
-        np.testing.assert_allclose(y[rows].numpy(), delta, rtol=5e-4, atol=5e-5, err_msg=f"{layer} {site.label}")
+        np.testing.assert_allclose(found, delta, rtol=5e-4, atol=5e-5, err_msg=f"{layer} {site.label}")
         at += count
-    assert not y[at:].any(), "base rows get nothing"
+    assert torch.equal(y[at:], before[at:]), "base rows get nothing"
 
 
 @asynccontextmanager
@@ -210,7 +228,8 @@ async def test_remote_deltas_are_the_adapters_own(case: Case, backend: str) -> N
     assert len(seen) == len(case.card.sites)
     for (layer, site), y in seen.items():
         is_right(case, layer, site, y)
-    assert max(float(y.abs().max()) for y in seen.values()) > 0.01, "the adapters do move something"
+    moved = (float((y - outputs(site, y.shape[-1])).abs().max()) for (_, site), y in seen.items())
+    assert max(moved) > 0.01, "the adapters do move something"
 
 
 async def test_the_coupled_mode_adds_the_same(case: Case) -> None:
