@@ -4,6 +4,7 @@ import typer
 
 from infinilora.cli import adapter_commands, model_commands
 from infinilora.cli.chat_command import chat
+from infinilora.cli.plan_command import plan
 from infinilora.cli.status_command import status
 from infinilora.cli.up import up
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command()(up)
 app.command()(chat)
 app.command()(status)
+app.command()(plan)
 app.add_typer(adapter_commands.app, name="adapter")
 app.add_typer(model_commands.app, name="model")
 

@@ -1,0 +1,69 @@
+"""The speeds and prices that planning takes for granted, each with its source, in one file that can be replaced."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from infinilora.coordinator.provision.shape import Speeds
+from infinilora.protocol.errors import InvalidRequest
+
+FILE = Path(__file__).with_name("constants.json")
+
+Tier = Literal["host", "store"]
+"""Where an adapter that is not in the pool is expected: in the memory of the group's hosts, or in the store only."""
+
+
+class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A number, and why it is that."""
+
+    value: float
+    source: str
+
+
+class Constants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What constants.json holds: seconds, bytes a second, counts, and a price of any currency."""
+
+    call_s: Constant
+    peer_s: Constant
+    launch_s: Constant
+    link_bytes_per_s: Constant
+    memory_bytes_per_s: Constant
+    host_bytes_per_s: Constant
+    store_bytes_per_s: Constant
+    base_step_s: Constant
+    ttft_floor_s: Constant
+    rows_per_engine: Constant
+    peers: Constant
+    gpu_hour_price: Constant
+
+    def speeds(self, cold_from: Tier) -> Speeds:
+        cold = self.host_bytes_per_s if cold_from == "host" else self.store_bytes_per_s
+        return Speeds(
+            call_s=self.call_s.value,
+            peer_s=self.peer_s.value,
+            launch_s=self.launch_s.value,
+            link_bytes_per_s=self.link_bytes_per_s.value,
+            memory_bytes_per_s=self.memory_bytes_per_s.value,
+            cold_bytes_per_s=cold.value,
+            base_step_s=self.base_step_s.value,
+            ttft_floor_s=self.ttft_floor_s.value,
+            peers=int(self.peers.value),
+        )
+
+
+def read_constants(path: Path = FILE) -> Constants:
+    """InvalidRequest names the file and the constant that is missing, unknown or not above 0."""
+    try:
+        constants = msgspec.json.decode(path.read_bytes(), type=Constants)
+    except OSError as error:
+        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="constants") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{path}: {error}; wanted the form of {FILE.name}", param="constants") from None
+    for name in Constants.__struct_fields__:
+        value = getattr(constants, name).value
+        least = 1 if name in ("peers", "rows_per_engine") else 0
+        if not (value > 0 and least <= value < float("inf")):
+            wanted = "1 or more" if least else "more than 0"
+            raise InvalidRequest(f"{path}: {name}: found {value}; wanted {wanted}", param="constants")
+    return constants
