@@ -20,6 +20,11 @@ from infinilora.runtime import rpc
 SERVICE = lora_pb2.DESCRIPTOR.services_by_name["LoraServer"]
 
 
+def factor_of(generation: int, layer: int) -> float:
+    """What a tenancy multiplies every column of a site by, where a group scales."""
+    return 2.0 + generation + layer / 8
+
+
 def delta_of(slot: int, generation: int, layer: int, site: int) -> float:
     """What this tenancy adds to every column: no two tenancies, layers or sites add the same."""
     return slot * 1000 + generation * 100 + layer * 10 + site
@@ -30,6 +35,9 @@ class ScriptedGroup:
 
     def __init__(self, name: str, settings: LinkSettings, *, num_layers: int, layer_sites: list[int]) -> None:
         self.name = name
+        self.scaled: dict[tuple[int, int], int] = {}
+        """(layer, site) -> columns, where every adapter has a column scale; `forget_scales` are never sent."""
+        self.forget_scales: set[tuple[int, int]] = set()
         self.generation = 1
         self.refuse_leases: InfiniLoraError | None = None
         self.refuse_calls = 0
@@ -104,11 +112,19 @@ class ScriptedGroup:
                 continue
             slot = self._slots.setdefault(digest, len(self._slots))
             tenancy = {"digest": digest, "slot": slot, "slot_generation": self.generation}
-            granted = lora_pb2.LeaseGranted(**tenancy, layer_sites=self._layer_sites)
+            granted = lora_pb2.LeaseGranted(**tenancy, layer_sites=self._layer_sites, scaled_sites=self._scaled_sites())
             outbox.put_nowait(lora_pb2.ServerMessage(granted=granted))
+            for layer, site in self.scaled.keys() - self.forget_scales:
+                factors = torch.full((self.scaled[layer, site],), factor_of(self.generation, layer))
+                scale = lora_pb2.ColumnScale(**tenancy, layer=layer, site=site, factors=factors.numpy().tobytes())
+                outbox.put_nowait(lora_pb2.ServerMessage(scale=scale))
             ready = lora_pb2.LayersReady(**tenancy, count=len(self._layer_sites))
             outbox.put_nowait(lora_pb2.ServerMessage(layers=ready))
         outbox.put_nowait(None)
+
+    def _scaled_sites(self) -> list[int]:
+        masks = [sum(1 << s for at, s in self.scaled if at == layer) for layer in range(len(self._layer_sites))]
+        return masks if self.scaled else []
 
     def _serve(self, end: ServerEnd) -> None:
         plan: list[list[int]] = []

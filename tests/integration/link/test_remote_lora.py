@@ -2,91 +2,24 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from infinilora.engine.lora.choose import Group
-from infinilora.engine.lora.grouplink import Identity
 from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, Routing, StepLost
 from infinilora.engine.lora.remote import RemoteLora
-from infinilora.link.open import LinkSettings
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.control import Placement
 from infinilora.protocol.errors import AdapterFailed, AdapterNotFound
 from infinilora.protocol.ids import Digest
-from infinilora.runtime.rpc import Channels
-from support.cards import make_card
+from support.fleets import CARD, Fleet, fleet
 from support.groups import ScriptedGroup, delta_of, serving
 from support.waiting import eventually
 
-CARD = make_card("qwen3_moe", num_layers=2, num_experts=4, intermediate=24)
-SITES = [sum(1 << s for s in (Site.QKV, Site.O, Site.MOE_GATE_UP, Site.MOE_DOWN))] * 3
 A, B = Digest("sha256:" + "a" * 64), Digest("sha256:" + "b" * 64)
-
-
-class Fleet:
-    """A remote back-end and the groups it knows."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self.settings = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=16384)
-        self.channels = Channels()
-        self.rings = 0
-        identity = Identity(engine_id="e", incarnation="1", base=CARD.fingerprint, dtype="F32", max_rows=64)
-        self.lora = RemoteLora(CARD, identity, channels=self.channels, link=self.settings, on_change=self._ring)
-        self.groups: list[ScriptedGroup] = []
-
-    def _ring(self) -> None:
-        self.rings += 1
-
-    def group(self, name: str) -> ScriptedGroup:
-        self.groups.append(ScriptedGroup(name, self.settings, num_layers=2, layer_sites=SITES))
-        return self.groups[-1]
-
-    def know(self, *groups: ScriptedGroup, bytes_free: int = 100) -> None:
-        self.lora.update_groups(
-            [
-                Group(name=g.name, address=g.address, incarnation="i", bytes_free=bytes_free - n)
-                for n, g in enumerate(groups)
-            ]
-        )
-
-    async def linked(self, *names: str) -> None:
-        await eventually(lambda: set(self.lora.open_links) == set(names), f"links to {names}")
-
-    async def lease(self, digest: Digest) -> Lease:
-        self.lora.want(digest)
-        return await self.resident(digest)
-
-    async def resident(self, digest: Digest) -> Lease:
-        await eventually(lambda: self.lora.view(digest).status is LeaseStatus.RESIDENT, f"{digest} resident")
-        lease = self.lora.view(digest).lease
-        assert lease is not None
-        return lease
-
-    def drop(self, *digests: Digest) -> None:
-        for digest in digests:
-            self.lora.drop(digest)
-
-
-@asynccontextmanager
-async def fleet(directory: Path | None) -> AsyncIterator[Fleet]:
-    made = Fleet(directory)
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(made.lora.run())
-        try:
-            yield made
-        finally:
-            made.lora.close()
-            running.cancel()
-    made.lora.check()
-    await made.channels.close()
-    for group in made.groups:
-        group.close()
 
 
 async def step(lora: RemoteLora, rows: list[AdapterRows], site: Site = Site.QKV, layer: int = 1) -> torch.Tensor:
