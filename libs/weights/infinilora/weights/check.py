@@ -14,7 +14,7 @@ from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, Par
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
-from infinilora.weights.dora import dora_parts
+from infinilora.weights.dora import dora_parts, scaled_factors
 from infinilora.weights.facts import Facts
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
@@ -191,7 +191,7 @@ def _check_range(adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str)
     limit, file = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max), adapter.tensors
     held = ((name, file.read(name)) for name in file.tensors)
     computed = ((factor.tensor, factor.read(file)) for pair in _computed(sites) for factor in (pair.a, pair.bt))
-    for name, values in (*held, *computed):
+    for name, values in (*held, *computed, *scaled_factors(file, sites)):
         largest = float(np.abs(values.astype(np.float32)).max(initial=0.0))
         if largest > limit:
             raise invalid(
