@@ -47,7 +47,11 @@ async def test_a13_targets_as_one_string_or_none(world: World) -> None:
         world.exact(Files(config(target_modules=r".*self_attn\.(q|v)_proj"), tensors), changes),
         world.exact(Files(config(target_modules="all-linear"), tensors), changes),
         world.exact(Files(without(config(), "target_modules"), tensors), changes),
+        world.exact(
+            Files(config(target_modules=[], target_parameters=["q_proj.weight", "v_proj.weight"]), tensors), changes
+        ),
         world.refused(Files(config(target_modules="q_proj"), tensors), "target", "q_proj"),
+        world.refused(Files(config(target_modules=[]), tensors), "target"),
     )
 
 
@@ -142,7 +146,9 @@ async def test_a21_unknown_keys_that_say_nothing(world: World) -> None:
         "future_flag": False,
         "future_dict": {},
     }
-    await world.exact(Files(config(**inert), keyed(loras)), world.oracle.merge(loras, 2.0))
+    of_swift = {"lora_dtype": None, "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06}
+    changes = world.oracle.merge(loras, 2.0)
+    await each(*(world.exact(Files(config(**more), keyed(loras)), changes) for more in (inert, of_swift)))
 
 
 @on("L")

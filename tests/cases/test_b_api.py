@@ -33,6 +33,8 @@ async def test_b06_a_name_of_the_base_is_taken(world: World) -> None:
     for name in ("tiny", "base-v1"):
         answer = await world.api.http.post("/v1/adapters", json={"name": name, "source": source})
         assert name in error_of(answer, [400, 409])["message"]
+        alias = await world.api.http.post(f"/v1/adapters/{name}/alias", json={"target": GOOD})
+        assert name in error_of(alias, [400, 409])["message"]
         await world.serves(name)
 
 

@@ -113,7 +113,7 @@ def _refuse_beyond_pairs(own: TensorFile, config: LoraConfig) -> None:
         "use_rslora": with_patterns and "true, with rank_pattern or alpha_pattern",
         "target_parameters": config.target_parameters and f"{config.target_parameters!r:.200}",
         "lora_bias": config.lora_bias and "true",
-        "use_dora": getattr(config, "use_dora", False) and "true",
+        "use_dora": config.use_dora and "true",
     }
     for key, found in unserved.items():
         if found:

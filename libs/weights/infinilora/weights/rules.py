@@ -178,7 +178,8 @@ REFUSED = {
     "velora_config": "VeLoRA",
 }
 
-# Set to anything, these leave the delta alone: bookkeeping, training, initialisation.
+# Set to anything, these leave the delta alone: bookkeeping, training (swift writes its own learning rates beside),
+# initialisation.
 HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -188,8 +189,11 @@ HARMLESS = frozenset(
         "fan_in_fan_out",
         "inference_mode",
         "lora_dropout",
+        "lora_dtype",
         "lora_ga_config",
         "loftq_config",
+        "lorap_emb_lr",
+        "lorap_lr_ratio",
         "megatron_core",
         "qalora_group_size",
         "revision",
