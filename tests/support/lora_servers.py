@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -91,6 +93,8 @@ class LinkedEngine:
         self._stream = stream
         self._replies = replies
         self.leases: dict[Digest, Granted] = {}
+        self.scales: dict[tuple[Digest, int, int], NDArray[np.float32]] = {}
+        """(digest, layer, site) -> factors, as they came."""
         self._step = 0
 
     async def ask(self, digest: Digest) -> None:
@@ -123,6 +127,9 @@ class LinkedEngine:
                 lease = self.leases[Digest(message.layers.digest)]
                 assert (lease.slot, lease.slot_generation) == (message.layers.slot, message.layers.slot_generation)
                 lease.layers_ready = message.layers.count
+            case "scale":
+                place = Digest(message.scale.digest), message.scale.layer, message.scale.site
+                self.scales[place] = np.frombuffer(message.scale.factors, "<f4").astype(np.float32)
             case "failed":
                 raise from_wire(WireError(code=message.failed.code, message=message.failed.message))
         return message
@@ -160,6 +167,7 @@ async def linked_engine(
     fingerprint: str | None = None,
     protocol_version: int = PROTOCOL_VERSION,
     sites: int = site_mask(Site),
+    scales_columns: bool = True,
 ) -> AsyncIterator[LinkedEngine]:
     """Open a link to the server as an engine of `card` would, and close it at the end."""
     settings = LinkSettings(
@@ -177,6 +185,7 @@ async def linked_engine(
                 max_rows=512,
                 offers=[_offer(offer) for offer in offers.wire],
                 sites=sites,
+                scales_columns=scales_columns,
             )
             await stream.send(lora_pb2.EngineMessage(hello=hello))
             replies = aiter(stream)

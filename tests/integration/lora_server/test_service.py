@@ -34,6 +34,7 @@ from support.cards import make_card
 from support.lora_servers import LinkedEngine, LoraServerProcess, linked_engine
 from support.pools import Packed, pack, rows_of
 from support.procs import NatsServer, ValkeyServer, WeedServer, free_port
+from support.scaled import pack_scaled
 
 pytestmark = pytest.mark.integration
 
@@ -180,6 +181,24 @@ async def test_an_engine_that_is_older_than_a_site_gets_no_lease_that_needs_it(
             np.testing.assert_allclose(out, gate.delta(1, Site.SHARED_GATE, x.numpy()), atol=1e-4)
     finally:
         world.server.stop()
+
+
+async def test_column_scales_come_with_the_lease_and_only_to_engines_that_apply_them(world: World) -> None:
+    adapter = pack_scaled(world.work, world.blobs, CARD, seed=70, targets=["q_proj", "down_proj"])
+    async with linked_engine(world.server, CARD, scales_columns=False) as old:
+        with pytest.raises(AdapterFailed, match="scales columns of the base's output"):
+            await old.lease(adapter.digest)
+    async with linked_engine(world.server, CARD) as engine:
+        lease = await engine.lease(adapter.digest)
+        found = {(layer, Site(site)): factors for (_, layer, site), factors in engine.scales.items()}
+        assert found.keys() == adapter.factors.keys()
+        for place, factors in adapter.factors.items():
+            np.testing.assert_array_equal(found[place], factors)
+        engine.plan(lease.rows(0, 3))
+        x = rows_of(3, cols=64)
+        out = engine.site(1, Site.QKV, x, (128,))
+        np.testing.assert_allclose(out, adapter.delta(1, Site.QKV, x.numpy()), rtol=1e-4, atol=1e-4)
+        await engine.release(adapter.digest)
 
 
 def check_routed(engine: LinkedEngine, adapter: Packed) -> None:

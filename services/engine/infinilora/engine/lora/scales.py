@@ -67,8 +67,8 @@ def scale_rows(scaled: Iterable[ScaledRows], layer: int, site: Site, y: Tensor) 
     for rows, scales in scaled:
         factors = scales.on(layer, site, y.device)
         if factors is None or factors.shape != y.shape[1:]:
-            found = "none" if factors is None else list(factors.shape)
-            raise Internal(f"column scale of site {site.label} of layer {layer}: found {found}; wanted {y.shape[1:]}")
+            found, wanted = "none" if factors is None else list(factors.shape), list(y.shape[1:])
+            raise Internal(f"column scale of site {site.label} of layer {layer}: found {found}; wanted {wanted}")
         y[rows].mul_(factors)
 
 
