@@ -100,6 +100,9 @@ class WatchedBlobs:
     def delete(self, name: str) -> None:
         self.inner.delete(name)
 
+    def deletion(self, name: str, *, within_s: int) -> Callable[[], None]:
+        return self.inner.deletion(name, within_s=within_s)
+
 
 class DefinedKernels:
     """SlotKernels by the reference's definition: what the pool's own tests compute with."""

@@ -1,6 +1,6 @@
 import pytest
 
-from infinilora.pool.backoff import MAX_REMEMBERED, Backoff, Failures
+from infinilora.pool.backoff import MAX_REMEMBERED, Backoff, Failures, NotStored
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, StoreRefused, Unavailable
 from infinilora.protocol.ids import Digest, digest_of
 
@@ -42,6 +42,15 @@ def test_a_store_that_is_away_is_left_alone_for_a_moment_only(error: InfiniLoraE
         failures.note(A, error, start, 0.5)
         assert failures.known(A, start + 0.1) is error
         assert failures.known(A, start + 0.25) is None
+
+
+def test_what_the_store_does_not_have_is_asked_for_every_few_seconds_however_often_it_was_missing() -> None:
+    failures, now = Failures(), 100.0
+    for _ in range(6):
+        failures.note(A, NotStored("gone"), now, 0.999)
+        until = failed_until(failures, A, now)
+        assert until - now == pytest.approx(3.0, abs=0.02)
+        now = until
 
 
 def test_what_was_had_after_all_fails_for_the_first_time_again() -> None:

@@ -24,7 +24,6 @@ from support.procs import wait_until
 
 CARD = make_card("llama", num_layers=3)
 MOE_CARD = make_card("qwen3_moe", num_layers=2, num_experts=4, intermediate=24)
-MISSING = Digest("sha256:" + "0" * 64)
 
 
 class House:
@@ -209,15 +208,42 @@ def test_a_store_that_stays_away_fails_the_lease_as_unavailable(house: House, mo
     wait_until(settled(pool), "the load to end")
 
 
-def test_a_missing_adapter_fails_and_is_not_asked_for_again_at_once(house: House) -> None:
+def lost(pool: AdapterPool, digest: Digest) -> Exception:
+    """What a lease fails with."""
+    told = Told()
+    pool.lease("engine", digest, told)
+    return told.lost()
+
+
+def test_a_damaged_adapter_is_not_asked_for_again_at_once_unless_it_was_deleted_since(house: House) -> None:
+    adapter = house.pack(1)
+    stored = house.work / "store" / keys.packed(adapter.digest)
+    good = stored.read_bytes()
+    corrupt(stored, -200)
     pool = house.pool()
-    first, second = Told(), Told()
-    pool.lease("engine", MISSING, first)
-    assert isinstance(first.lost(), AdapterFailed)
+    assert isinstance(lost(pool, adapter.digest), AdapterFailed)
     reads = len(house.blobs.reads)
-    pool.lease("engine", MISSING, second)
-    assert isinstance(second.lost(), AdapterFailed)
+    stored.write_bytes(good)
+    assert isinstance(lost(pool, adapter.digest), AdapterFailed)
     assert len(house.blobs.reads) == reads
+    pool.forget(adapter.digest)
+    assert leased(pool, adapter.digest).is_resident
+
+
+def test_what_is_registered_anew_is_served_though_it_was_missing_a_moment_ago(house: House) -> None:
+    """A deleted adapter's failure lingered: whoever put the same content back, under any name, was told of it."""
+    adapter = house.pack(1)
+    stored = house.work / "store" / keys.packed(adapter.digest)
+    good = stored.read_bytes()
+    stored.unlink()
+    pool = house.pool(num_slots=2)
+    assert isinstance(lost(pool, adapter.digest), AdapterFailed)
+    reads = len(house.blobs.reads)
+    stored.write_bytes(good)
+    assert isinstance(lost(pool, adapter.digest), AdapterFailed)
+    assert len(house.blobs.reads) == reads, "it was asked for again at once"
+    pool.registered(adapter.digest)
+    assert leased(pool, adapter.digest).is_resident
 
 
 def test_all_who_wait_are_told_of_one_failure_and_the_next_to_ask_finds_the_store_again(

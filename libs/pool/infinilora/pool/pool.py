@@ -184,15 +184,21 @@ class AdapterPool:
             self._carry_out(time.monotonic())
 
     def forget(self, digest: Digest) -> None:
-        """It is deleted: once nobody leases it, its slot and its copies in every tier of this host go.
+        """It is deleted: once nobody leases it, its slot and its copies in every tier of this host go, and its faults.
 
         Returns at once. A later `stage` or `pin` takes it back. Idempotent.
         """
         with self._lock:
             self._table.pin(digest, pinned=False)
+            self._failures.forgive(digest)
             self._leaving.add(digest)
             self._evict(digest)
             self._carry_out(time.monotonic())
+
+    def registered(self, digest: Digest) -> None:
+        """A name leads to it from now on: what has failed before says nothing of the next attempt."""
+        with self._lock:
+            self._failures.forgive(digest)
 
     def pin(self, digest: Digest, *, pinned: bool) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from infinilora.pool.backoff import NotStored
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
 from infinilora.protocol import keys
@@ -60,7 +61,7 @@ class _StoreReader:
             try:
                 self._held = self._blobs.get_range(self._name, offset, max(num_bytes, self._ahead_bytes))
             except FileNotFoundError as error:
-                raise AdapterFailed(f"{self._name} is not in the object store") from error
+                raise NotStored(f"{self._name} is not in the object store") from error
             self._ahead_bytes = min(2 * self._ahead_bytes, MOST_READ_BYTES)
             self._start, skip = offset, 0
         return memoryview(self._held)[skip : skip + num_bytes]

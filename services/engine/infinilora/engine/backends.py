@@ -19,6 +19,7 @@ from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.settings import Settings
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings
+from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import GroupLoad, Placement
@@ -78,6 +79,7 @@ async def open_lora(
             yield OpenLora(NoLora(), _holds_none)
         case "local":
             pool = _open_pool(settings, model, around.blobs, service)
+            service.spawn(follow_registrations(pool, around.bus), "registrations")
             try:
                 yield OpenLora(LocalLora(pool, bell.ring), pool.forget)
             finally:

@@ -33,6 +33,8 @@ from infinilora.runtime.store import Change, Effect, Stamp, Store, Unstamp, Valu
 
 logger = logging.getLogger(__name__)
 
+Action = Literal["put", "delete", "alias"]
+
 MAX_RACES = 20
 """Times a change is tried again because somebody else has changed the same names meanwhile."""
 DYING_PAUSE_S = 0.25
@@ -89,6 +91,7 @@ class Ledger:
             if held.alias is not None:
                 raise Conflict(f"'{name}' is an alias of '{held.alias.value.target}'; choose another", param="name")
             if held.live is not None and held.live.current == content.digest:
+                await self._tell("put", held.live)  # no change, but what the store had lost may be there again
                 return Outcome(held.live, is_changed=False)
             _check_replaceable(held.live, content)
             record = next_record(held.adapter.value if held.adapter else None, tenant, name, content, after=held.after)
@@ -232,7 +235,7 @@ class Ledger:
 
     async def _write(
         self,
-        action: Literal["put", "delete", "alias"],
+        action: Action,
         record: AdapterRecord,
         changes: Sequence[Change],
         also: Sequence[Effect],
@@ -246,17 +249,22 @@ class Ledger:
         if not swap:
             return False
         await self._registry.look()
+        await self._tell(action, record, name=name, digest=digest, revision=swap.counters[-1])
+        if action == "delete":
+            await self._trim(swap.counters[-1] - KEPT_CHANGES)
+        return True
+
+    async def _tell(
+        self, action: Action, record: AdapterRecord, *, name: str = "", digest: Digest | None = None, revision: int = 0
+    ) -> None:
         event = AdapterEvent(
             action=action,
             tenant=record.tenant,
             name=name or record.name,
-            revision=swap.counters[-1],
+            revision=revision,
             digest=digest or record.current,
         )
         await self._bus.publish(subjects.ADAPTER_EVENTS, event)
-        if action == "delete":
-            await self._trim(swap.counters[-1] - KEPT_CHANGES)
-        return True
 
     async def _take_up(self) -> None:
         """Nothing is written, and so nothing deleted, before the names that older gateways left are in the journal."""

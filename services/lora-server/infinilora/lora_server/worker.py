@@ -16,6 +16,7 @@ from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
 from infinilora.lora_server.report import PoolCounts, beat, keep_residency, show_pool
 from infinilora.lora_server.settings import Settings
+from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.pool.tenancy import Limits
 from infinilora.protocol import subjects
@@ -64,6 +65,7 @@ async def serve(settings: Settings, service: Service) -> None:
         )
         service.spawn(heart.run(), "heart")
         service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
+        service.spawn(follow_registrations(pool, around.bus), "registrations")
         service.spawn(watch_base(settings.base, card, around.members), "base")
         await commands.read_epoch(around.store)
         await around.bus.serve(subjects.commands("lora-server", settings.id), Command, commands.handle)
