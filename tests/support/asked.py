@@ -33,9 +33,13 @@ class AskedBase:
         self.num_asked += 1
         request, answer = self.root / "facts.request", self.root / f"facts.answer-{self.num_asked}"
         write_request(request, self.card.fingerprint, wanted.questions)
-        questions = self._facts.read(request)
-        answer.write_bytes(self._facts.file(questions, {n: self._facts.answer(q) for n, q in questions.items()}))
+        self.answer(request, answer)
         return answer
+
+    def answer(self, request: Path, answer: Path) -> None:
+        questions = self._facts.read(request)
+        answers = {name: self._facts.answer(question) for name, question in questions.items()}
+        answer.write_bytes(self._facts.file(questions, answers))
 
     def told(self, call: Callable[[Path | None], T]) -> T:
         """`call` without facts, and once more with those that it wants."""

@@ -36,6 +36,8 @@ def tables_of(directory: Path, base: Tables, *, is_tied: bool) -> Tables:
         if not any(name.endswith(key) for name in NAMES.values()):
             raise NoMeaningError(f"{key} is another module")
     made = {name: _table(name, config, held, table) for name, table in base._asdict().items()}
+    if not is_tied and _tokens(config, "lm_head") and _tokens_key("lm_head") not in held:
+        raise NoMeaningError("tokens of the head were trained, and are not there")
     if is_tied:
         _check_tied(config, held)
         tokens = held.get(_tokens_key("embed_tokens"))

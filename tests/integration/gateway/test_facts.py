@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typing_extensions import override
 
 from infinilora.engine import factsdesk
@@ -29,6 +31,9 @@ from infinilora.weights.facts import Facts as Asking
 from infinilora.weights.facts import FactsWanted
 from infinilora.weights.factsfile import Question, write_request
 from infinilora.weights.tensorfile import Array
+from support import gateway_house
+from support.cards import make_card
+from support.gateway_house import error_of, open_house
 from support.scripted_engine import ScriptedEngine
 from support.tiny_models import TinyModel, make_tiny_model
 from support.waiting import eventually
@@ -142,6 +147,27 @@ async def test_without_an_engine_of_the_base_it_is_unavailable(model: TinyModel,
         with pytest.raises(Unavailable, match=r"base model 'tiny' .*none is alive.*try again") as raised:
             await place.ask()
         assert raised.value.retry_after_s
+
+
+async def test_registration_waits_for_an_engine_and_keeps_nothing_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The house's engines are older than the call: they serve, and know no facts."""
+    card = msgspec.structs.replace(make_card("llama", outer=True), name="tiny")
+    monkeypatch.setattr(gateway_house, "bare_card", lambda: card)
+    async with open_house(tmp_path, with_text=False) as house:
+        source = house.adapter_dir("a1", config={"trainable_token_indices": [3]})
+        path = source / "adapter_model.safetensors"
+        rows = {f"base_model.model.{EMBED}.token_adapter.trainable_tokens_delta": np.ones((1, 32), np.float32)}
+        save_file(load_file(path) | rows, path)
+        answer = await house.http.post("/v1/adapters", json={"name": "a1", "source": f"file://{source}"})
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "unavailable"
+        assert "facts of base model 'tiny'" in error_of(answer)["message"]
+        assert answer.headers["retry-after"]
+        assert house.gateway.registry.get("default", "a1") is None
+        assert not list((tmp_path / "store").glob("adapters/*"))
+        assert [model["id"] for model in (await house.http.get("/v1/models")).json()["data"]] == ["tiny"]
 
 
 async def test_a_request_larger_than_an_engine_takes_is_a_fault_of_ours(model: TinyModel, tmp_path: Path) -> None:

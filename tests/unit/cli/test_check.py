@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from infinilora.cli.__main__ import app
@@ -46,6 +47,17 @@ def test_a_good_adapter_is_told_module_by_module(model: Path, oracle: Oracle, tm
     report = told["report"]
     assert report["self_test_error"] < 1e-6
     assert [(row["module"], row["num_bytes"]) for row in report["plan"]] == [(q0, 2048), (q1, 1024)]
+
+
+def test_the_model_directory_answers_what_an_engine_would(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 32)}
+    settings = config(r=4, target_modules=["q_proj"], trainable_token_indices=[7, 3])
+    adapter = Files(settings, keyed(oracle.loras(modules("q_proj"))) | rows).write(tmp_path / "a")
+    code, out, err = check(adapter, model)
+    assert (code, err) == (0, "")
+    rows_told = [line.split() for line in out.splitlines()]
+    assert ["model.embed_tokens", "embed", "2", "1", "1.3", "kB", "packed"] in rows_told
+    assert "can be served on tiny-llama exactly" in out
 
 
 def test_what_is_refused_is_told_in_the_words_of_registration(model: Path, oracle: Oracle, tmp_path: Path) -> None:

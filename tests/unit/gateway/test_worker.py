@@ -1,5 +1,6 @@
 """The confined worker: what it takes, and how it ends."""
 
+import asyncio
 import io
 import os
 import signal
@@ -8,15 +9,19 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from infinilora.gateway import confine
 from infinilora.gateway.ingest import IngestLimits, pack_adapter
-from infinilora.protocol.adapter import manifest_digest
-from infinilora.protocol.errors import AdapterInvalid, InvalidRequest, TooLarge, Unavailable
+from infinilora.protocol.adapter import BaseCard, manifest_digest
+from infinilora.protocol.errors import AdapterInvalid, InfiniLoraError, InvalidRequest, TooLarge, Unavailable
 from infinilora.weights.ingest import ingest
 from infinilora.weights.synth import write_peft_adapter
+from support.asked import AskedBase
 from support.cards import make_card
+from support.tiny_models import make_tiny_model
 
 CARD = make_card("llama")
 
@@ -53,6 +58,78 @@ async def test_the_operators_limit_of_rank_is_kept_by_the_worker_and_named(tmp_p
     assert taken.manifest.max_rank == 4
     with pytest.raises(AdapterInvalid, match=r"rank: found 4; wanted at most 3 \(INFINILORA_MAX_RANK\)"):
         await pack_adapter(source, CARD, tmp_path, IngestLimits(max_rank=3))
+
+
+class Asked:
+    """The road to an engine, of one checkpoint. Counts what it was asked."""
+
+    def __init__(self, root: Path) -> None:
+        self.base = AskedBase(make_tiny_model("llama", root / "model").directory, root)
+        self.num_asked = 0
+
+    async def __call__(self, card: BaseCard, request: Path, answer: Path) -> None:
+        self.num_asked += 1
+        assert card == self.base.card
+        await asyncio.to_thread(self.base.answer, request, answer)
+
+
+def with_trained_tokens(root: Path, card: BaseCard, tokens: list[int]) -> Path:
+    source = write_peft_adapter(root, card, rank=2, config={"trainable_token_indices": tokens})
+    tensors = load_file(source / "adapter_model.safetensors")
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    save_file(
+        tensors | {key: np.ones((len(tokens), card.hidden_dim), np.float32)}, source / "adapter_model.safetensors"
+    )
+    return source
+
+
+async def test_what_depends_on_the_base_is_asked_once_and_is_part_of_the_digest(tmp_path: Path) -> None:
+    ask = Asked(tmp_path)
+    card = ask.base.card
+    source = with_trained_tokens(tmp_path / "a", card, [3, 9])
+    with tarfile.open(tmp_path / "archive", "w:xz") as archive:
+        archive.add(source, arcname="run")
+    digests = set()
+    for files in (source, tmp_path / "archive"):
+        report, _ = await pack_adapter(files, card, tmp_path, IngestLimits(), ask=ask)
+        digests.add(report.digest)
+        assert [(row.module, row.rank) for row in report.plan if row.site == "embed"] == [("model.embed_tokens", 2)]
+    assert digests == {ask.base.ingest(source, tmp_path / "out").digest}
+    assert ask.num_asked == 2
+
+
+async def test_where_nobody_can_be_asked_it_is_unavailable_and_nothing_is_packed(tmp_path: Path) -> None:
+    card = Asked(tmp_path).base.card
+    with pytest.raises(Unavailable, match=r"facts of base model"):
+        await pack_adapter(with_trained_tokens(tmp_path / "a", card, [3]), card, tmp_path, IngestLimits())
+    assert not (tmp_path / "packed.safetensors").exists()
+
+
+async def test_files_that_change_between_question_and_answer_are_named_as_such(tmp_path: Path) -> None:
+    ask = Asked(tmp_path)
+    card = ask.base.card
+    source = with_trained_tokens(tmp_path / "a", card, [3, 9])
+
+    async def change(card: BaseCard, request: Path, answer: Path) -> None:
+        await ask(card, request, answer)
+        with_trained_tokens(source, card, [3, 10])
+
+    with pytest.raises(Unavailable, match="changed while they were read"):
+        await pack_adapter(source, card, tmp_path, IngestLimits(), ask=change)
+    assert not (tmp_path / "packed.safetensors").exists()
+
+
+async def test_an_answer_that_is_damaged_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    ask = Asked(tmp_path)
+    card = ask.base.card
+
+    async def cut(card: BaseCard, request: Path, answer: Path) -> None:
+        await ask(card, request, answer)
+        await asyncio.to_thread(os.truncate, answer, 400)
+
+    with pytest.raises(InfiniLoraError, match="facts") as raised:
+        await pack_adapter(with_trained_tokens(tmp_path / "a", card, [3]), card, tmp_path, IngestLimits(), ask=cut)
+    assert raised.value.code == "internal"
 
 
 async def test_an_archive_is_held_against_the_limit_in_the_worker(tmp_path: Path) -> None:

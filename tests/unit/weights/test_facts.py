@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinilora.protocol.errors import AdapterInvalid, Internal, Unavailable
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Fingerprint
 from infinilora.weights.facts import Facts, FactsWanted
 from infinilora.weights.factsfile import AnswerHead, answer_bytes, read_request, write_request
@@ -121,5 +121,5 @@ def test_a_base_that_is_not_finite_is_no_fault_of_the_adapter(tmp_path: Path) ->
 def test_an_answer_of_another_version_is_refused_by_number(tmp_path: Path) -> None:
     head = msgspec.structs.replace(AnswerHead(base=CARD.fingerprint, is_tied=False), version=9)
     (tmp_path / "answer").write_bytes(answer_bytes(head, {}))
-    with pytest.raises(AdapterInvalid, match="version: found 9; wanted 1"):
+    with pytest.raises(Internal, match="version: found 9; wanted 1"):
         Facts(CARD, tmp_path / "answer")

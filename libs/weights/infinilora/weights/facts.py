@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard
-from infinilora.protocol.errors import Internal, Unavailable
-from infinilora.weights.factsfile import Ask, Question, read_answer, row_hashes
+from infinilora.protocol.errors import AdapterInvalid, Internal, Unavailable
+from infinilora.weights.factsfile import AnswerHead, Ask, Question, read_answer, row_hashes
 from infinilora.weights.tensorfile import Array, TensorFile, all_finite
 
 
@@ -57,7 +57,7 @@ class Facts:
         self._is_tied = False
         self._unanswered: dict[str, Question] = {}
         if answers is not None:
-            head, self._file = read_answer(answers)
+            head, self._file = _read(answers)
             self._is_tied = head.is_tied
             if head.base != card.fingerprint:
                 raise Unavailable("the engine that was asked serves another base model by now", retry_after_s=1.0)
@@ -122,6 +122,13 @@ class Facts:
             if values.dtype.kind == "f" and not all_finite(values):
                 raise Unavailable(f"the base's own weights of {ask.module} are not finite", retry_after_s=60.0)
         return answer
+
+
+def _read(answers: Path) -> tuple[AnswerHead, TensorFile]:
+    try:
+        return read_answer(answers)
+    except AdapterInvalid as error:  # of our own making, and not the adapter's fault
+        raise Internal(f"facts: {error.message}") from error
 
 
 def _ascend(indices: Array, end: int) -> bool:
