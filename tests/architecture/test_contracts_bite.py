@@ -14,6 +14,7 @@ PLANTS = {
     "the gateway reaches torch": ("services/gateway/infinilora/gateway/planted.py", "import torch"),
     "a service speaks to the broker itself": ("services/gateway/infinilora/gateway/planted.py", "import nats"),
     "policy reads a clock": ("services/gateway/infinilora/gateway/scores.py", "import time"),
+    "the planner runs a service": ("tools/planner/infinilora/planner/planted.py", "import infinilora.coordinator.app"),
     "a room nobody declared": ("libs/protocol/infinilora/attic/__init__.py", "import json"),
     "a floor imports upwards": ("libs/runtime/infinilora/runtime/planted.py", "import infinilora.pool"),
 }

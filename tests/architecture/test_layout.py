@@ -22,6 +22,7 @@ PURE = (
     "infinilora.coordinator.heat",
     "infinilora.coordinator.placement",
     "infinilora.coordinator.hints",
+    "infinilora.coordinator.provision.fleet",
     "infinilora.runtime.membership",
 )
 
