@@ -24,7 +24,8 @@ from infinilora.gateway.facts import FactsRoad
 from infinilora.gateway.fleet import Fleet
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Beat
-from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.protocol.errors import DeadlineExceeded, Internal, Unavailable
+from infinilora.protocol.generate_pb2 import FilePiece
 from infinilora.runtime.membership import Member
 from infinilora.runtime.rpc import Channels, serving
 from infinilora.weights.facts import Facts as Asking
@@ -174,6 +175,27 @@ async def test_a_request_larger_than_an_engine_takes_is_a_fault_of_ours(model: T
     async with place_of(model, tmp_path) as place, place.engine("e1", max_bytes=100):
         with pytest.raises(Internal, match="could not answer"):
             await place.ask()
+
+
+async def test_an_engine_without_a_disk_is_passed_over(model: TinyModel, tmp_path: Path) -> None:
+    async with place_of(model, tmp_path) as place, place.engine("e1"):
+        (tmp_path / "facts").write_bytes(b"no directory")
+        with pytest.raises(Unavailable, match="e1: this engine's disk"):
+            await place.ask()
+
+
+async def test_a_caller_who_never_ends_is_ended(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factsdesk, "LONGEST_S", 0.3)
+    async with place_of(model, tmp_path) as place, place.engine("e1") as desk:
+        async with Channels(token=TOKEN) as channels:
+            client = channels.client(factsdesk.SERVICE, place.members[0].beat.address)
+            async with client.duplex("Answer", timeout_s=20) as call:
+                await call.send(FilePiece(data=b"half a"))
+                with pytest.raises(DeadlineExceeded, match="in time"):
+                    await anext(aiter(call))
+        assert desk._num_here == 0
 
 
 async def test_one_is_answered_at_a_time_and_few_may_wait(

@@ -153,6 +153,8 @@ NO_QUESTIONS = {
     "an embedding's norms": Question(Ask(kind="norms", module=EMBED), {"a": A, "b": B}),
     "another width": Question(Ask(kind="norms", module=Q), {"a": A[:, :-1].copy(), "b": B}),
     "halves of two ranks": Question(Ask(kind="norms", module=Q), {"a": A[:-1], "b": B}),
+    "no matrix": Question(Ask(kind="norms", module=Q), {"a": A.reshape(-1), "b": B}),
+    "nothing": Question(Ask(kind="norms", module=Q), {"a": A[0, :1].reshape(()), "b": B}),
     "no number": Question(Ask(kind="norms", module=Q, scale=1e400), {"a": A, "b": B}),
     "numbers that are none": Question(Ask(kind="norms", module=Q), {"a": A.astype("<i8"), "b": B}),
     "rows of a projection": Question(Ask(kind="rows", module=Q), {"indices": np.array([1])}),

@@ -32,8 +32,8 @@ def without_copies(file: TensorFile, card: BaseCard) -> TensorFile:
                 file.name,
                 f"tensor {key}",
                 found=f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own",
-                wanted=f"the base's own {list(table.shape)} of {table.dtype}, or none: modules that were trained whole "
-                "are not served",
+                wanted=f"the base's own {list(table.shape)} of {table.dtype}, or none: a table that was "
+                "trained whole is served only without LoRA on it",
             )
     return replace(file, tensors=kept)
 

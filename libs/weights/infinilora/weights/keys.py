@@ -52,9 +52,8 @@ _PREFIX = re.compile(r"\A(?:module\.|base_model\.model\.(?=.))*")
 # What a key that is no LoRA half tells: (part of the key, why it is refused).
 _TELLING = (
     ("lora_magnitude_vector", "a magnitude of DoRA under a name that PEFT does not load"),
-    ("modules_to_save", "a whole module trained beside the LoRA, which is not served"),
-    ("token_adapter", "trained token embeddings, which are not served"),
-    ("trainable_tokens", "trained token embeddings, which are not served"),
+    ("modules_to_save", "a name of a whole module that PEFT does not load"),
+    ("trainable_tokens", "trained tokens, and not of embed_tokens or lm_head"),
     (".bias", "a bias, which is not served"),
     ("base_layer.weight", "a copy of base weights (save again with save_embedding_layers=False)"),
     ("medusa", "a Medusa head, which is not served"),

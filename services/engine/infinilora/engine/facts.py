@@ -7,6 +7,7 @@ question at a time, a few megabytes of a matrix at a time, and the same bytes on
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -106,7 +107,7 @@ class Facts:
             out_dim, in_dim = self._matrices.get(ask.module, (-1, -1))
             a, b = tensors["a"], tensors["b"]
             is_good = a.ndim == 2 and a.dtype.itemsize <= 4 and b.dtype.itemsize <= 4 and len(a) <= MAX_RANK
-            is_good &= np.isfinite(ask.scale) and (a.shape[1:], b.shape) == ((in_dim,), (out_dim, len(a)))
+            is_good = is_good and (a.shape[1], b.shape) == (in_dim, (out_dim, len(a))) and math.isfinite(ask.scale)
         else:
             is_good = f"{ask.module}.weight" in (EMBED, LM_HEAD) and self._is_of_table(question)
         if not is_good:

@@ -7,14 +7,15 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from infinilora.engine.facts import Facts
 from infinilora.protocol import generate_pb2 as pb
-from infinilora.protocol.errors import InvalidRequest, Overloaded, Unavailable
+from infinilora.protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from infinilora.runtime.rpc import Call
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BaseFacts"]
@@ -22,6 +23,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["BaseFacts"]
 PIECE_BYTES = 1 << 20
 MAX_WAITING = 8
 """Callers that may wait for their turn; more are sent to another engine."""
+LONGEST_S = 1800.0
+"""One caller's whole stay, whatever it allows itself."""
 _NICENESS, _LEAST = 10, 19
 
 
@@ -37,14 +40,17 @@ class FactsDesk:
         self._num_here = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="facts", initializer=_give_way)
 
-    async def answer(self, pieces: AsyncIterator[Any], _call: Call) -> AsyncGenerator[Any, None]:
+    async def answer(self, pieces: AsyncIterator[Any], call: Call) -> AsyncGenerator[Any, None]:
         """The answer to one request, in pieces."""
+        left_s = call.time_left_s()
         if self._num_here > MAX_WAITING:
             raise Overloaded("too many wait for facts of this base; ask another engine", retry_after_s=2.0)
         self._num_here += 1
         try:
-            async with self._turn:
+            async with asyncio.timeout(LONGEST_S if left_s is None else min(left_s, LONGEST_S)), self._turn:
                 answer = await self._answer(pieces)
+        except TimeoutError:
+            raise DeadlineExceeded("the facts were not asked for, or not found, in time") from None
         finally:
             self._num_here -= 1
         for start in range(0, len(answer), PIECE_BYTES):
@@ -55,7 +61,9 @@ class FactsDesk:
 
     async def _answer(self, pieces: AsyncIterator[Any]) -> bytes:
         loop = asyncio.get_running_loop()
-        with self._open() as file:
+        with _disk_errors():
+            file = self._open()
+        with file:
             await self._receive(pieces, file)
             # By its descriptor: the file has no name, and goes with the process however that ends.
             questions = await loop.run_in_executor(
@@ -68,7 +76,7 @@ class FactsDesk:
 
     def _open(self) -> IO[bytes]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryFile(dir=self._directory, buffering=0)
+        return tempfile.TemporaryFile(dir=self._directory)
 
     async def _receive(self, pieces: AsyncIterator[Any], file: IO[bytes]) -> None:
         loop, num_bytes = asyncio.get_running_loop(), 0
@@ -76,10 +84,18 @@ class FactsDesk:
             num_bytes += len(piece.data)
             if num_bytes > self._max_bytes:
                 raise InvalidRequest(f"facts request: found more than {self._max_bytes} bytes (INFINILORA_FACTS_MB)")
-            try:
+            with _disk_errors():
                 await loop.run_in_executor(self._thread, file.write, piece.data)
-            except OSError as error:
-                raise Unavailable(f"this engine's disk does not take the request: {error.strerror}") from error
+        with _disk_errors():
+            await loop.run_in_executor(self._thread, file.flush)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"this engine's disk does not take a question about its weights: {error.strerror}") from error
 
 
 def _give_way() -> None:
