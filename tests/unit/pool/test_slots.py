@@ -216,6 +216,35 @@ def test_hints_wait_behind_leases_and_push_out_nothing_that_is_hinted() -> None:
     assert pool.is_placed("hinted")
 
 
+def test_a_pin_comes_before_other_hints_and_pushes_out_what_is_hinted() -> None:
+    pool = Pool(num_slots=2)
+    for name in ("hinted", "also hinted"):
+        pool.load(name)
+        pool.table.stage(Digest(name))
+        pool.release(name)
+    for name in ("other hint", "pinned"):
+        pool.table.stage(Digest(name))
+        pool.table.sized(Digest(name), num_bytes=10, num_layers=LAYERS, now=0.0)
+    pool.settle()
+    assert not pool.is_placed("pinned")
+    pool.table.pin(Digest("pinned"), pinned=True)
+    pool.settle()
+    assert pool.is_placed("pinned")
+    assert not pool.is_placed("other hint")
+    assert pool.is_placed("hinted") != pool.is_placed("also hinted")
+
+
+def test_a_pin_pushes_out_nothing_that_is_leased() -> None:
+    pool = Pool(num_slots=1)
+    pool.load("leased")
+    pool.table.pin(Digest("pinned"), pinned=True)
+    pool.table.sized(Digest("pinned"), num_bytes=10, num_layers=LAYERS, now=0.0)
+    pool.settle()
+    assert pool.is_placed("leased")
+    pool.release("leased")
+    assert pool.is_placed("pinned")
+
+
 def test_a_draining_pool_keeps_leases_and_grants_no_new_one() -> None:
     pool = Pool()
     pool.load("a")

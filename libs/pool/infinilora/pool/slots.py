@@ -12,7 +12,7 @@ a size not yet known) is passed by later ones. It *ages* when it has been passed
 `max_wait_s` is refused as overloaded. So nobody starves and nobody blocks for long: once its size is known, a lease is
 passed at most `max_bypass` times, and granted or refused within `max_wait_s`. What pins alone leave no room for is
 refused at once. Hints (digests that nobody leases, only asked to be staged) come after all leases, never age, and never
-push out a leased, pinned or hinted adapter.
+push out a leased, pinned or hinted adapter; a pinned one comes before the other hints and may push out what is hinted.
 
 The caller asks `decide` for one decision at a time, acts, and reports with `place`, `no_room`, `emptied`, `refuse`.
 """
@@ -228,7 +228,8 @@ class SlotTable:
                 return decision
             if is_aged:
                 return None
-        hints = (w for w in self.waiting.values() if w.num_bytes is not None and not w.holders)
+        hints = [w for w in self.waiting.values() if w.num_bytes is not None and not w.holders]
+        hints.sort(key=lambda w: w.digest not in self.pins)
         decisions = (self._make_room(w, w.num_bytes or 0, now=now, is_aged=False) for w in hints)
         return next((d for d in decisions if d), None)
 
@@ -246,7 +247,7 @@ class SlotTable:
             short_slots = 1
         if not (short_bytes or short_slots):
             return None
-        candidates = self.candidates(now, for_hint=not entry.holders)
+        candidates = self.candidates(now, for_hint=not entry.holders and entry.digest not in self.pins)
         victims = choose_victims(candidates, need_bytes=short_bytes, need_slots=short_slots)
         if victims is None and is_aged:
             victims = tuple(c.digest for c in candidates if c.is_evictable)
