@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
+from support.api import Api, Scored
 from support.cases import PROMPT, Change, Files, config, keyed, modules
-from support.s3_proxy import Fault
+from support.s3_proxy import Fault, Seen
 from support.worlds import LOGPROB_BOUND, SMALL_CACHE_BYTES, World, each, error_of, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
@@ -21,9 +25,11 @@ def numbered(world: World, seed: int) -> tuple[Files, list[Change]]:
 
 
 async def registered(world: World, prefix: str, count: int) -> dict[str, list[Change]]:
-    """So many adapters, all unlike."""
+    """So many adapters, all unlike; a few at a time, as the gateway's workers take them."""
     made = {f"{prefix}-{seed}": numbered(world, 1000 + seed) for seed in range(count)}
-    await each(*(world.register(files, name=name) for name, (files, _) in made.items()))
+    names = list(made)
+    for first in range(0, count, 4):
+        await each(*(world.register(made[name][0], name=name) for name in names[first : first + 4]))
     return {name: changes for name, (_, changes) in made.items()}
 
 
@@ -45,14 +51,69 @@ async def test_d11_prefixes_that_begin_alike(world: World) -> None:
         await world.exact_from(uri, changes, name=f"d11-{number}")
 
 
+def lora_servers(fleet: dict[str, Any]) -> list[dict[str, Any]]:
+    return [member["load"] for member in fleet["members"] if member["kind"] == "lora-server"]
+
+
+async def pin(world: World, name: str, *, pinned: bool) -> None:
+    """Pin or unpin an adapter, and wait until it is in a slot or, unpinned, anything may take its place."""
+    entry = (await world.api.http.post(f"/v1/adapters/{name}/pin", json={"pinned": pinned})).json()
+    if pinned:
+        await world.factory.fleet(
+            lambda body: any(entry["digest"] in load["resident"] for load in lora_servers(body)), within_s=30
+        )
+
+
+SOAK_D07 = pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize("requests", [100, SOAK_D07])
+@pytest.mark.timeout(300)
 @on("L/two-slots")
-async def test_d07_more_adapters_than_slots(world: World) -> None:
-    made = await registered(world, "d07", 12)
-    for name, changes in made.items():
-        await world.serves(name, changes)
+async def test_d07_more_adapters_than_slots(world: World, requests: int) -> None:
+    made = await registered(world, "d07", 50)
+    wanted = {name: world.oracle.logprobs(PROMPT, changes) for name, changes in made.items()}
+
+    async def right(name: str) -> None:
+        scored = await world.api.score(name, PROMPT)
+        assert max(abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted[name], strict=True)) <= LOGPROB_BOUND
+
+    async def within_limits() -> None:
+        fleet = await world.factory.fleet(lambda body: bool(lora_servers(body)), within_s=10)
+        assert all(len(load["resident"]) <= 2 for load in lora_servers(fleet))
+
+    for name in made:
+        await right(name)
+    await within_limits()
+    await pin(world, "d07-7", pinned=True)
     dice = random.Random(7)
-    for _ in range(5):
-        await each(*(world.serves(name, made[name]) for name in dice.choices(list(made), k=8)))
+    for _ in range(requests // 10):
+        await each(*(right(name) for name in dice.choices(list(made), k=10)))
+    await within_limits()
+    await pin(world, "d07-7", pinned=True)  # it never left
+    await all_slots_pinned(world, "d07-7", "d07-8", cold="d07-9")
+    await right("d07-9")
+
+
+async def all_slots_pinned(world: World, first: str, second: str, *, cold: str) -> None:
+    """With every slot pinned a cold adapter is refused with a reason, and the pinned ones answer."""
+    await pin(world, second, pinned=True)
+    async with asyncio.timeout(30):
+        while (
+            answer := await world.api.http.post("/v1/completions", json={"model": cold, "prompt": PROMPT})
+        ).is_success:
+            await asyncio.sleep(0.1)  # the pin is on its way to the LoRA server
+    error = error_of(answer, [429, 503])
+    assert "pin" in error["message"]
+    assert "retry-after" in answer.headers
+    await each(*(world.api.generate(name, PROMPT, max_tokens=1) for name in (first, second)))
+    for name in (first, second):
+        await pin(world, name, pinned=False)
+    async with asyncio.timeout(30):
+        body = {"model": cold, "prompt": PROMPT}
+        while not (answer := await world.api.http.post("/v1/completions", json=body)).is_success:
+            error_of(answer, [429, 503])
+            await asyncio.sleep(0.1)
 
 
 def traces(world: World, digest: str) -> list[Path]:
@@ -64,8 +125,7 @@ def traces(world: World, digest: str) -> list[Path]:
 async def is_held(world: World, digest: str) -> bool:
     """Whether a LoRA server has it in a slot, by the fleet's own account."""
     fleet = await world.factory.fleet(lambda body: bool(body["members"]), within_s=10)
-    servers = [member["load"] for member in fleet["members"] if member["kind"] == "lora-server"]
-    return any(digest in load["resident"] for load in servers)
+    return any(digest in load["resident"] for load in lora_servers(fleet))
 
 
 @on("L/two-slots")
@@ -90,11 +150,10 @@ async def test_d08_what_is_unloaded_is_nowhere(world: World) -> None:
 
 @on("L/two-slots")
 async def test_d28_cached_files_that_vanish(world: World) -> None:
-    made = await registered(world, "d28", 6)
+    made = await registered(world, "d28", 20)
     for name, changes in made.items():
         await world.serves(name, changes)
-    for path in disk_cache(world).glob("*.safetensors"):
-        path.unlink()
+    shutil.rmtree(disk_cache(world))
     for name, changes in made.items():
         await world.serves(name, changes)
 
@@ -139,28 +198,108 @@ async def test_d12_forms_of_an_address(world: World) -> None:
         await world.refused_as({"name": "d12-no", "source": source}, status=[400])
 
 
+class Cold(NamedTuple):
+    """An adapter that no LoRA server holds yet, and how often the store was asked for it before."""
+
+    world: World
+    name: str
+    digest: str
+    changes: list[Change]
+    asked_before: int
+
+    @property
+    def path(self) -> str:
+        return self.digest.removeprefix("sha256:")
+
+    def asked(self) -> list[Seen]:
+        assert self.world.proxy is not None
+        return self.world.proxy.asked("GET", self.path)[self.asked_before :]
+
+    def first_requests(self) -> list[asyncio.Task[Scored]]:
+        """Two hundred, all begun."""
+        return [asyncio.create_task(self.world.api.score(self.name, PROMPT)) for _ in range(200)]
+
+    async def all_right(self, requests: list[asyncio.Task[Scored]]) -> None:
+        wanted = self.world.oracle.logprobs(PROMPT, self.changes)
+        for scored in await asyncio.gather(*requests):
+            assert max(abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted, strict=True)) <= LOGPROB_BOUND
+
+    async def was_fetched_once(self) -> None:
+        """Each range was had once, for both engines together, and the adapter has one slot."""
+        ranges = [seen.headers.get("range") for seen in self.asked() if seen.status < 300]
+        assert ranges, "nothing was fetched: this test could not see a second download"
+        assert len(ranges) == len(set(ranges)), "some bytes were fetched twice"
+        fleet = await self.world.factory.fleet(lambda body: bool(body["members"]), within_s=10)
+        assert [digest for load in lora_servers(fleet) for digest in load["resident"]].count(self.digest) == 1
+
+
+async def cold(world: World, name: str, seed: int) -> Cold:
+    assert world.proxy is not None
+    files, changes = numbered(world, seed)
+    digest = (await world.register(files, name=name))["digest"]
+    return Cold(world, name, digest, changes, len(world.proxy.asked("GET", digest.removeprefix("sha256:"))))
+
+
+IN_FLIGHT = "infinilora_requests_in_flight"
+
+
+async def until(metrics: Api, name: str, value: int) -> None:
+    async with asyncio.timeout(30):
+        while await metric(metrics, name) != value:
+            await asyncio.sleep(0.05)
+
+
+async def metric(metrics: Api, name: str) -> float:
+    """The sum of a metric of a process over its labels."""
+    lines = (await metrics.http.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
 @on("L/proxy")
 async def test_d06_many_first_requests_for_a_cold_adapter(world: World) -> None:
+    async with world.factory.another_engine("engine-d06") as metrics:
+        adapter = await cold(world, "d06", 6)
+        await adapter.all_right(adapter.first_requests())
+        await adapter.was_fetched_once()
+        assert 0 < await metric(metrics, "infinilora_engine_step_rows_total") < 200 * len(PROMPT), (
+            "one of the two engines had all the requests"
+        )
+
+
+@on("L/proxy")
+async def test_d06_a_store_that_fails_first_is_told_to_all_and_asked_again(world: World) -> None:
     assert world.proxy is not None
-    files, changes = numbered(world, 6)
-    entry = await world.register(files, name="d06")
-    digest = entry["digest"].removeprefix("sha256:")
-    world.proxy.fault(Fault(status=503, path=digest))
-    before = len(world.proxy.asked("GET", digest))
-    leaver = asyncio.create_task(world.api.generate("d06", PROMPT, max_tokens=4))
-    await asyncio.sleep(0)
-    waiting = [asyncio.create_task(world.api.score("d06", PROMPT)) for _ in range(200)]
-    leaver.cancel()
-    wanted = world.oracle.logprobs(PROMPT, changes)
-    for scored in await asyncio.gather(*waiting):
-        assert max(abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted, strict=True)) <= LOGPROB_BOUND
-    answered = [seen for seen in world.proxy.asked("GET", digest)[before:] if seen.status < 300]
-    ranges = [seen.headers.get("range") for seen in answered]
-    assert ranges, "nothing was fetched: this test could not see a second download"
-    assert len(ranges) == len(set(ranges)), "some bytes were fetched twice"
-    fleet = await world.factory.fleet(lambda body: bool(body["members"]), within_s=10)
-    held = [d for member in fleet["members"] if member["kind"] == "lora-server" for d in member["load"]["resident"]]
-    assert held.count(entry["digest"]) == 1
+    async with world.factory.another_engine("engine-d06"):
+        adapter = await cold(world, "d06-fails", 61)
+        world.proxy.fault(Fault(status=503, path=adapter.path), times=100_000)
+        answers = await asyncio.gather(*adapter.first_requests(), return_exceptions=True)
+        told = [answer.response for answer in answers if isinstance(answer, httpx.HTTPStatusError)]
+        assert len(told) == len(answers)
+        assert {error_of(answer, [503])["code"] for answer in told} == {"unavailable"}
+        assert len({answer.text for answer in told}) == 1
+        assert len(adapter.asked()) < len(told), "everyone who waited asked the store anew"
+        world.proxy._faults.clear()
+        await asyncio.sleep(float(told[0].headers["retry-after"]))
+        await world.serves(adapter.name, adapter.changes)
+        await adapter.was_fetched_once()
+
+
+@on("L/proxy")
+async def test_d06_the_first_client_that_leaves_takes_nobody_along(world: World) -> None:
+    assert world.proxy is not None
+    async with world.factory.another_engine("engine-d06"):
+        adapter = await cold(world, "d06-leaves", 62)
+        with world.proxy.held(adapter.path):
+            other = Api(world.api.url)  # the first one's connections are all taken
+            leaver = asyncio.create_task(other.generate(adapter.name, PROMPT, max_tokens=4))
+            await asyncio.to_thread(world.proxy.wait_held)  # it is its request that asks the store
+            waiting = adapter.first_requests()
+            await until(other, IN_FLIGHT, 1 + len(waiting))
+            leaver.cancel()
+            await until(other, IN_FLIGHT, len(waiting))
+            await other.close()
+        await adapter.all_right(waiting)
+        await adapter.was_fetched_once()
 
 
 @on("L/proxy")

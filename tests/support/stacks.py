@@ -1,7 +1,8 @@
 """Starts whole systems for the tests: every process real, every port free, everything gone afterwards."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ class StackFactory:
         await api.wait(until, lambda _: True, within_s=30)
         return api
 
+    @asynccontextmanager
+    async def another_engine(self, name: str) -> AsyncIterator[Api]:
+        """A second engine of the latest system, for as long as the block lasts; gives its metrics."""
+        plan, (port, metrics_port) = self.stack._started(), free_ports(2)
+        address = f"127.0.0.1:{metrics_port}"
+        own = {"INFINILORA_ENGINE_ID": name, "INFINILORA_METRICS_LISTEN": address}
+        plan = dataclasses.replace(plan, engine_port=port, shared={**plan.shared, **own})
+        child = Child(services.engine(plan), self.stack.home.new_log(name), lambda *_: None)
+        child.start()
+        metrics = Api(f"http://{address}")
+        try:
+            await self.fleet(lambda body: name in _ready_engines(body), within_s=60)
+            yield metrics
+        finally:
+            await metrics.close()
+            await child.stop()
+
     @property
     def stack(self) -> Stack:
         return self.stacks[-1]
@@ -71,3 +89,8 @@ class StackFactory:
             await child.stop()
         for stack in self.stacks:
             await stack.stop()
+
+
+def _ready_engines(fleet: dict[str, Any]) -> list[str]:
+    members = (member for member in fleet["members"] if member["kind"] == "engine")
+    return [member["id"] for member in members if (member["state"], member["health"]) == ("ready", "alive")]
