@@ -17,7 +17,7 @@ from support.worlds import SMALL_CACHE_BYTES, World
 
 ENV: dict[str, dict[str, str]] = {
     "L": {"INFINILORA_MODEL_ALIASES": "base-v1=tiny,elsewhere=another-base"},
-    "L/one-slot": {"INFINILORA_NUM_SLOTS": "1"},
+    "L/one-slot": {"INFINILORA_NUM_SLOTS": "1", "INFINILORA_HOST_BYTES": str(64 << 10)},
     "L/two-slots": {
         "INFINILORA_NUM_SLOTS": "2",
         "INFINILORA_CACHE_BYTES": str(SMALL_CACHE_BYTES),

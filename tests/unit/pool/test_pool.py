@@ -114,6 +114,32 @@ def test_a_mixed_step_gives_each_row_the_delta_of_its_own_adapter(house: House) 
                 assert np.abs(out[rows].numpy() - wrong).max() > 1e-3
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20], ids=["from the disk", "from host memory"])
+def test_what_comes_back_after_an_eviction_is_the_same_to_the_bit(house: House, host_bytes: int) -> None:
+    adapter, *others = (house.pack(seed) for seed in range(3))
+    pool = house.pool(num_slots=1, host_bytes=host_bytes)
+    seen = set()
+    for number in range(10):
+        seen.add(bound_bytes(house, leased(pool, adapter.digest).slot))
+        pool.release("engine", adapter.digest)
+        other = others[number % 2]
+        assert bound_bytes(house, leased(pool, other.digest).slot) not in seen
+        pool.release("engine", other.digest)
+    assert len(seen) == 1
+
+
+def bound_bytes(house: House, slot: int) -> bytes:
+    """Everything that a slot computes with: scales, factors and vectors of each part of each site, in order."""
+    parts = (part for _, slots in sorted(house.kernels.bound.items()) for part in slots.get(slot, ()))
+    return b"|".join(
+        value.contiguous().view(torch.uint8).numpy().tobytes()
+        if isinstance(value, torch.Tensor)
+        else repr(value).encode()
+        for part in parts
+        for value in (getattr(part, name) for name in part.__slots__)
+    )
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_a_routed_site_takes_the_chosen_experts_and_sums_by_weight(house: House, dtype: str) -> None:
     adapter = house.pack(1, moe=True, dtype=dtype)
