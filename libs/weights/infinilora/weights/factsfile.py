@@ -38,6 +38,7 @@ DTYPES = {**NUMPY_DTYPES, "I64": np.dtype("<i8"), "U8": np.dtype(np.uint8)}
 _METADATA_KEY = "infinilora_facts"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN = 8
+_HASHED_ROWS = 1024
 
 Kind = Literal["rows", "changed", "norms"]
 ROLES: dict[Kind, tuple[str, ...]] = {"rows": ("indices",), "changed": ("hashes",), "norms": ("a", "b")}
@@ -89,11 +90,12 @@ class Question:
 
 def row_hashes(rows: Array) -> Array:
     """U8 [n, 16] of rows [n, width] in any of our dtypes: of their values, whatever they are kept in."""
-    hashes = np.empty((len(rows), HASH_BYTES), np.uint8)
-    for number, row in enumerate(rows):
-        values = row.astype(np.float32) + np.float32(0.0)  # -0 is 0
-        hashes[number] = np.frombuffer(hashlib.sha256(values.data).digest()[:HASH_BYTES], np.uint8)
-    return hashes
+    hashes = bytearray()
+    for start in range(0, len(rows), _HASHED_ROWS):
+        values = rows[start : start + _HASHED_ROWS].astype(np.float32) + np.float32(0.0)  # -0 is 0
+        for row in values:
+            hashes += hashlib.sha256(row.data).digest()[:HASH_BYTES]
+    return np.frombuffer(bytes(hashes), np.uint8).reshape(len(rows), HASH_BYTES)
 
 
 def write_request(path: Path, base: Fingerprint, questions: Mapping[str, Question]) -> None:
