@@ -192,6 +192,11 @@ async def test_d12_forms_of_an_address(world: World) -> None:
     for number, prefix in enumerate(("gsm8k", "with space/a+b", "stra\u00dfe/\u6570\u5b66", "dots.in/it")):
         uri = world.put(f"d12/{prefix}", files)
         digests.add((await world.exact_from(uri, changes, name=f"d12-{number}"))["digest"])
+    dotted = world.put("d12/gsm8k", files, bucket="adapters.with.dots")
+    env = {"INFINILORA_ADAPTER_BUCKETS": "adapters.with.dots/d12"}
+    other = await world.factory.another_gateway("gateway-d12", env)
+    answer = await other.http.post("/v1/adapters", json={"name": "d12-dots", "source": dotted})
+    digests.add(answer.json()["digest"])
     assert len(digests) == 1
     _, bucket = world.store()
     for source in (f"{bucket}/d12/gsm8k", "gsm8k", f"s3://{bucket}", f"s3://{bucket}/../x", "http://host/gsm8k"):

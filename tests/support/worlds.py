@@ -62,12 +62,18 @@ class World:
         self._count += 1
         return files.write(self.root / "sources" / str(self._count))
 
-    def put(self, prefix: str, files: Files, *, more: Mapping[str, bytes] | None = None) -> str:
-        """Lay an adapter into the system's own S3 server, and other objects under their whole names; gives its URI."""
+    def put(self, prefix: str, files: Files, *, more: Mapping[str, bytes] | None = None, bucket: str = "") -> str:
+        """Lay an adapter into the system's own S3 server, and other objects under their whole names; gives its URI.
+
+        `bucket`: another than the system's own, which is made.
+        """
         directory = self.place(files)
         paths = (path for path in directory.rglob("*") if path.is_file())
         objects = {f"{prefix}/{path.relative_to(directory)}": path.read_bytes() for path in paths} | dict(more or {})
-        client, bucket = self.store()
+        client, own = self.store()
+        if bucket:
+            client.make_bucket(bucket)
+        bucket = bucket or own
         for name, data in objects.items():
             client.put_object(bucket, name, io.BytesIO(data), len(data))
         return f"s3://{bucket}/{quote(prefix)}"
