@@ -101,3 +101,17 @@ def test_an_adapter_of_another_base_names_both_shapes(oracle: Oracle, tmp_path: 
     assert code == REFUSED
     assert "model.layers.0.mlp.gate_proj" in err
     assert "mixtral" in err
+
+
+def test_what_depends_on_the_bases_numbers_is_asked_of_the_directory(
+    model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    loras = oracle.loras(modules("q_proj"))
+    lengths = {f"base_model.model.{module}.lora_magnitude_vector": torch.full((32,), 3.0) for module in loras}
+    settings = config(target_modules=["q_proj"], use_dora=True)
+    adapter = Files(settings, keyed(loras) | lengths).write(tmp_path / "a")
+    code, out, _ = check(adapter, model, "--json")
+    told = json.loads(out)
+    assert (code, told["servable"], told["error"]) == (0, True, None)
+    manifest = told["report"]["manifest"]
+    assert all(part["has_colscale"] for site in manifest["sites"] for part in site["parts"])
