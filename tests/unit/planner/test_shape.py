@@ -14,10 +14,9 @@ from infinilora.coordinator.provision.shape import (
     SiteShape,
     Speeds,
     Traffic,
-    fullest_share,
     numbers_of,
-    shapes,
-    step_s,
+    pace,
+    splits,
     traffic_of,
     ttft_s,
 )
@@ -39,11 +38,15 @@ SPEEDS = Speeds(
 )
 
 
-def test_shapes_split_experts_evenly_and_leave_no_stage_empty() -> None:
-    assert {shape.experts for shape in shapes(MOE, 8)} == {1, 2, 4}
-    assert {shape.experts for shape in shapes(MOE, 3)} == {1, 2}
-    assert {shape.layers for shape in shapes(MOE, 8)} == {1, 2, 3}
-    assert {shape.experts for shape in shapes(DENSE, 8)} == {1}
+def step_s(layers: Layers, shape: Shape, traffic: Traffic) -> float:
+    (split,) = (one for one in splits(layers, 8) if one.across == shape.experts)
+    return pace(split, traffic, SPEEDS).step_s(shape.layers)
+
+
+def test_experts_are_split_evenly() -> None:
+    assert [split.across for split in splits(MOE, 8)] == [1, 2, 4]
+    assert [split.across for split in splits(MOE, 3)] == [1, 2]
+    assert [split.across for split in splits(DENSE, 8)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,8 @@ def test_shapes_split_experts_evenly_and_leave_no_stage_empty() -> None:
 )
 def test_the_fullest_shard_holds_what_is_counted(layers: Layers, shape: Shape, fullest: int) -> None:
     assert numbers_of(MOE) == 3 * 674
-    assert fullest_share(layers, shape) == pytest.approx(fullest / numbers_of(layers))
+    (split,) = (one for one in splits(layers, 8) if one.across == shape.experts)
+    assert split.fullest_share(shape.layers) == pytest.approx(fullest / numbers_of(layers))
 
 
 def test_traffic_is_one_engines_step() -> None:
@@ -74,30 +78,30 @@ def test_a_step_alone_is_the_sum_of_its_calls() -> None:
     """One dense layer: 2 ways of 10 s, launch 2 s, weights 74 x 25 / 50 bytes, rows 3 x (20 + 14) x 2 / 8 bytes."""
     traffic = Traffic(engines=1, rows=3.0, distinct_bytes=74 * 25.0, row_bytes=1.0)
     want = 1000 + 2 * (20 + 2) + 74 * 25 / 50 + 3 * 34 * 2 / 8
-    assert step_s(((QKV, OUT),), Shape(1, 1), traffic, SPEEDS) == pytest.approx(want)
+    assert step_s(((QKV, OUT),), Shape(1, 1), traffic) == pytest.approx(want)
 
 
 def test_experts_split_the_work_and_add_peers() -> None:
     """Each row reads 2 of 4 experts of its adapter; two shards share it, and a call goes to both."""
     traffic = Traffic(engines=1, rows=1.0, distinct_bytes=674.0, row_bytes=674.0)
     want = 1000 + 2 * (10 + 1) + 2 + 400 * 2 / 4 / 2 / 50 + 48 * 2 / 2 / 8
-    assert step_s(((GATE_UP,),), Shape(2, 1), replace(traffic, row_bytes=400, distinct_bytes=400), SPEEDS) == (
+    assert step_s(((GATE_UP,),), Shape(2, 1), replace(traffic, row_bytes=400, distinct_bytes=400)) == (
         pytest.approx(want)
     )
     few = replace(traffic, rows=100.0, row_bytes=400, distinct_bytes=400)
-    assert step_s(((GATE_UP,),), Shape(1, 1), few, SPEEDS) == pytest.approx(
+    assert step_s(((GATE_UP,),), Shape(1, 1), few) == pytest.approx(
         1000 + 20 + 2 + 400 / 50 + 100 * 48 * 2 / 8  # a hundred rows read no expert twice
     )
 
 
-@given(st.integers(1, 40), st.floats(0.1, 300.0), st.sampled_from(shapes(MOE, 8)))
+@given(st.integers(1, 40), st.floats(0.1, 300.0), st.builds(Shape, st.sampled_from([1, 2, 4]), st.integers(1, 3)))
 def test_the_queue_is_the_fixed_point_of_its_definition(engines: int, rows: float, shape: Shape) -> None:
     """A stage is busy with the others for rho of a step, and a call waits rho / 2(1 - rho) services."""
     traffic = Traffic(engines, rows, 5000.0, 700.0)
-    alone = step_s(MOE, shape, replace(traffic, engines=1), SPEEDS)
+    alone = step_s(MOE, shape, replace(traffic, engines=1))
     per_layer = (alone - SPEEDS.base_step_s - _trips(shape)) / len(MOE)
     stage = -(-len(MOE) // shape.layers) * per_layer
-    step = step_s(MOE, shape, traffic, SPEEDS)
+    step = step_s(MOE, shape, traffic)
     rho = (engines - 1) * stage / step
     assert 0 <= rho < 1
     assert step == pytest.approx(alone + len(MOE) * per_layer * rho / (2 * (1 - rho)), rel=1e-6)
@@ -108,4 +112,4 @@ def _trips(shape: Shape) -> float:
 
 
 def test_a_first_token_waits_for_the_fullest_shard() -> None:
-    assert ttft_s(MOE, Shape(1, 3), 3000, 1040.0, SPEEDS) == pytest.approx(5 + 3000 / 3 / 100 + 40)
+    assert ttft_s(3000, 1 / 3, 1040.0, SPEEDS) == pytest.approx(5 + 3000 / 3 / 100 + 40)

@@ -6,7 +6,6 @@ Only sizes are read. Whether a base can be served is the engine's to say; of its
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,8 @@ from infinilora.protocol.errors import InvalidRequest
 FILE = Path(__file__).with_name("models.json")
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim", "decoder_sparse_step")
 TARGETS = ("attention", "mlp", "experts", "shared")
 """Of a base without experts, `mlp` is all of its MLPs; of one with, those of its dense layers."""
 
@@ -118,16 +119,17 @@ def layers_of(config: Config, targets: frozenset[str], source: str) -> Layers:
 
 
 def _check(config: Config, source: str) -> None:
-    sizes: Mapping[str, Any] = {
-        name: getattr(config, name)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    }
+    sizes: dict[str, int | None] = {name: getattr(config, name) for name in NEEDED}
+    sizes |= {name: value for name in OPTIONAL if (value := getattr(config, name)) is not None}
     if config.model_type in EXPERTS:
-        sizes = {**sizes, "num_experts": config.experts, "num_experts_per_tok": config.num_experts_per_tok}
-        sizes = {**sizes, "moe_intermediate_size": config.expert_dim}
+        sizes["num_experts"], sizes["moe_intermediate_size"] = config.experts, config.expert_dim
+        sizes["num_experts_per_tok"] = config.num_experts_per_tok
     for name, value in sizes.items():
         if value is None or value < 1:
             raise InvalidRequest(f"{source}: {name}: found {value}; wanted 1 or more", param="model")
+    if config.model_type in EXPERTS and (top_k := config.num_experts_per_tok or 0) > config.experts:
+        told = f"found {top_k}; wanted {config.experts} at most, the experts there are"
+        raise InvalidRequest(f"{source}: num_experts_per_tok: {told}", param="model")
 
 
 def _attention(config: Config, _: int) -> tuple[SiteShape, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from infinilora.coordinator.provision.pools import Demand, in_slots, pools
+from infinilora.coordinator.provision.pools import in_slots, pools
 from infinilora.planner.plan import BasePlan
 from infinilora.planner.workload import Served
 from infinilora.protocol.errors import InvalidRequest
@@ -33,7 +33,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One base's curve: (slots, IAR) rising, and two places on it."""
+    """One base's curve: (slots, IAR) rising, and two of its points."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -43,13 +43,11 @@ class Line:
 
 def line_of(served: Served, plan: BasePlan) -> Line:
     """The curve of one pool for all of a base's adapters."""
-    return Line(plan.model, _curve(served.demand, int(plan.slots * BEYOND) + 1), plan.min_slots, plan.slots)
-
-
-def _curve(demand: Demand, last: int) -> tuple[tuple[int, float], ...]:
-    counted = in_slots(pools(demand, 1))
-    step = max(1, last // MAX_POINTS)
-    return tuple((slots, 1.0 - counted.refused(slots)) for slots in range(0, last + 1, step))
+    counted = in_slots(pools(served.demand, 1))
+    last = int(plan.slots * BEYOND) + 1
+    places = {*range(0, last + 1, max(1, last // MAX_POINTS)), plan.min_slots, plan.slots}
+    points = tuple((slots, 1.0 - counted.refused(slots)) for slots in sorted(places))
+    return Line(plan.model, points, plan.min_slots, plan.slots)
 
 
 def check_picture(path: Path) -> None:
@@ -69,7 +67,7 @@ def draw(lines: Sequence[Line], target: float) -> str:
     """The picture as SVG text."""
     axes = Axes(max(line.points[-1][0] for line in lines))
     parts = [*_frame(axes), _rule(axes.at(0, target), axes.at(axes.last, target), colour="#888888", dash="6 4")]
-    parts.append(_text(axes.at(axes.last, target), f"target {target:g}", shift=(-4, -5), anchor="end"))
+    parts.append(_text(axes.at(0, target), f"target {target:g}", shift=(4, 15), anchor="start"))
     for index, line in enumerate(lines):
         parts += _drawn(
             line, COLOURS[index % len(COLOURS)], (WIDTH - RIGHT - 8, HEIGHT - BOTTOM - 12 - 16 * index), axes
@@ -97,7 +95,7 @@ def _drawn(line: Line, colour: str, legend: Point, axes: Axes) -> list[str]:
     iar = dict(line.points)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for slots in (line.min_slots, line.slots):
-        x, y = axes.at(slots, max(value for at, value in iar.items() if at <= slots))
+        x, y = axes.at(slots, iar[slots])
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
         parts.append(_text((x, y), str(slots), shift=(0, 18), colour=colour))
     told = f"{line.name}: {line.min_slots} slots, {line.slots} with the margin"

@@ -4,16 +4,7 @@ import math
 from dataclasses import dataclass
 
 from infinilora.coordinator.provision.pools import Demand, Pools, in_slots, pools
-from infinilora.coordinator.provision.shape import (
-    Layers,
-    Shape,
-    Speeds,
-    fullest_share,
-    shapes,
-    step_s,
-    traffic_of,
-    ttft_s,
-)
+from infinilora.coordinator.provision.shape import Layers, Shape, Speeds, pace, splits, traffic_of, ttft_s
 from infinilora.protocol.errors import InvalidRequest
 
 NUM_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -94,10 +85,14 @@ def _fits(found: Pools, pool_bytes: int, layers: Layers, house: House, largest: 
     """Every shape whose shards hold their part of the pool, and the times of the group that is slowest in it."""
     traffics = [traffic_of(group, house.engines) for group in found.groups]
     fits = []
-    for shape in shapes(layers, house.speeds.peers):
-        if pool_bytes * fullest_share(layers, shape) <= house.gpu_bytes:
-            step = max(step_s(layers, shape, traffic, house.speeds) for traffic in traffics)
-            fits.append(_Fit(shape.shards, step, ttft_s(layers, shape, largest, step, house.speeds), shape))
+    for split in splits(layers, house.speeds.peers):
+        paces = [pace(split, traffic, house.speeds) for traffic in traffics]
+        for stages in range(1, len(layers) + 1):
+            share = split.fullest_share(stages)
+            if pool_bytes * share <= house.gpu_bytes:
+                step = max(one.step_s(stages) for one in paces)
+                shape = Shape(split.across, stages)
+                fits.append(_Fit(shape.shards, step, ttft_s(largest, share, step, house.speeds), shape))
     return fits
 
 

@@ -11,13 +11,15 @@ Nothing overlaps here: the times are those of a system that waits, an upper boun
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
 
 import numpy as np
 
 from infinilora.coordinator.provision.admission import in_use
 from infinilora.coordinator.provision.pools import Demand
+from infinilora.coordinator.provision.popularity import Floats
 
 ROW_BYTES = 2
 """Of a number of an activation on the link: engines on GPUs compute in 16 bits."""
@@ -34,7 +36,8 @@ class SiteShape:
     top_k: int = 0
 
 
-Layers = tuple[tuple[SiteShape, ...], ...]
+Sites = tuple[SiteShape, ...]
+Layers = tuple[Sites, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,45 @@ class Traffic:
     row_bytes: float
 
 
-def shapes(layers: Layers, peers: int) -> list[Shape]:
-    """Every shape that a base allows: experts split evenly, no stage without a layer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """A base's layers with the experts of each over `across` shards; `fullest` [L]: numbers on each one's fullest."""
+
+    layers: Layers
+    across: int
+    fullest: Floats
+
+    def fullest_share(self, stages: int) -> float:
+        """The part of every adapter that lies on the fullest shard of a group of so many stages."""
+        return _fullest_stage(self.fullest, stages) / numbers_of(self.layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pace:
+    """One group's part of an engine's step, before it is cut into stages: `alone_s` of a step with nobody else there.
+
+    `services_s` [L] of it keep a shard of each layer busy.
+    """
+
+    engines: int
+    alone_s: float
+    services_s: Floats
+
+    def step_s(self, stages: int) -> float:
+        """Seconds of an engine's step, the waits for the other engines' calls included.
+
+        step = alone + services x rho / 2(1 - rho) with rho = others / step: the larger root of a quadratic equation.
+        """
+        others = (self.engines - 1) * _fullest_stage(self.services_s, stages)
+        spread = math.sqrt((self.alone_s - others) ** 2 + 2 * float(self.services_s.sum()) * others)
+        return (self.alone_s + others + spread) / 2
+
+
+def splits(layers: Layers, peers: int) -> list[Split]:
+    """Every way in which a base's experts are split evenly over at most so many shards; without experts, one."""
     experts = max(site.experts for sites in layers for site in sites)
     across = [x for x in range(1, peers + 1) if x == 1 or (experts and experts % x == 0)]
-    return [Shape(x, y) for x in across for y in range(1, len(layers) + 1)]
+    return [Split(layers, x, _by_layer(layers, partial(_fullest, across=x))) for x in across]
 
 
 def numbers_of(layers: Layers) -> int:
@@ -86,12 +123,13 @@ def numbers_of(layers: Layers) -> int:
     return sum(site.numbers for sites in layers for site in sites)
 
 
-def fullest_share(layers: Layers, shape: Shape) -> float:
-    """The part of every adapter that lies on the group's fullest shard."""
-    return max(_stages([_fullest(sites, shape.experts) for sites in layers], shape.layers)) / numbers_of(layers)
+def _by_layer(layers: Layers, measure: Callable[[Sites], float]) -> Floats:
+    """A measure of each layer, [L]; of layers that are alike it is taken once."""
+    taken = {sites: measure(sites) for sites in set(layers)}
+    return np.array([taken[sites] for sites in layers])
 
 
-def _fullest(sites: tuple[SiteShape, ...], across: int) -> float:
+def _fullest(sites: Sites, across: int) -> float:
     """Numbers on the fullest shard of a stage of one layer: dense sites, the largest first, to the emptiest shard."""
     shards = [sum(site.numbers for site in sites if site.experts) / across] * across
     for numbers in sorted((site.numbers for site in sites if not site.experts), reverse=True):
@@ -99,11 +137,10 @@ def _fullest(sites: tuple[SiteShape, ...], across: int) -> float:
     return max(shards)
 
 
-def _stages(of_layers: list[float], num_stages: int) -> list[float]:
-    """Sums over contiguous stages whose numbers of layers differ by one at most."""
-    ends = [len(of_layers) * stage // num_stages for stage in range(num_stages + 1)]
-    sums = [0.0, *accumulate(of_layers)]
-    return [sums[end] - sums[start] for start, end in pairwise(ends)]
+def _fullest_stage(of_layers: Floats, num_stages: int) -> float:
+    """The largest sum over contiguous stages whose numbers of layers differ by one at most."""
+    starts = len(of_layers) * np.arange(num_stages) // num_stages
+    return float(np.add.reduceat(of_layers, starts).max())
 
 
 def traffic_of(group: Demand, engines: int) -> Traffic:
@@ -114,39 +151,39 @@ def traffic_of(group: Demand, engines: int) -> Traffic:
     return Traffic(engines, rows, float(in_use(offered) @ sizes), float(offered @ sizes) / rows)
 
 
-def step_s(layers: Layers, shape: Shape, traffic: Traffic, speeds: Speeds) -> float:
-    """Seconds of an engine's step, the waits for this group's deltas included."""
-    numbers = numbers_of(layers)
-    trips = 0.0
-    services = []
-    for sites in layers:
-        trips += sum(2 * (speeds.call_s + (_across(site, shape) - 1) * speeds.peer_s) for site in sites)
-        services.append(sum(_service_s(site, _across(site, shape), traffic, speeds, numbers) for site in sites))
-    service = sum(services)
-    alone = speeds.base_step_s + trips + service
-    # step = alone + service x rho / 2(1 - rho) with rho = others / step: the larger root of a quadratic equation.
-    others = (traffic.engines - 1) * max(_stages(services, shape.layers))
-    return (alone + others + math.sqrt((alone - others) ** 2 + 2 * service * others)) / 2
+def pace(split: Split, traffic: Traffic, speeds: Speeds) -> Pace:
+    """What a step costs in a group split like this."""
+    numbers = numbers_of(split.layers)
+
+    def service(sites: Sites) -> float:
+        return sum(_service_s(site, _fan_out(site, split.across), traffic, speeds, numbers) for site in sites)
+
+    def trips(sites: Sites) -> float:
+        return sum(2 * (speeds.call_s + (_fan_out(site, split.across) - 1) * speeds.peer_s) for site in sites)
+
+    services = _by_layer(split.layers, service)
+    waits = float(services.sum()) + float(_by_layer(split.layers, trips).sum())
+    return Pace(traffic.engines, speeds.base_step_s + waits, services)
 
 
-def _across(site: SiteShape, shape: Shape) -> int:
-    return shape.experts if site.experts else 1
+def _fan_out(site: SiteShape, across: int) -> int:
+    return across if site.experts else 1
 
 
-def _service_s(site: SiteShape, across: int, traffic: Traffic, speeds: Speeds, numbers: int) -> float:
+def _service_s(site: SiteShape, fan_out: int, traffic: Traffic, speeds: Speeds, numbers: int) -> float:
     """Seconds that a call keeps a shard busy. A row reads top_k of the experts, and no expert is read twice."""
     read = traffic.distinct_bytes
     if site.experts:
         read = min(read, traffic.rows * traffic.row_bytes * site.top_k / site.experts)
-    weights_s = read * site.numbers / numbers / across / speeds.memory_bytes_per_s
-    moved = traffic.rows * (site.sent + site.returned) * ROW_BYTES / across
+    weights_s = read * site.numbers / numbers / fan_out / speeds.memory_bytes_per_s
+    moved = traffic.rows * (site.sent + site.returned) * ROW_BYTES / fan_out
     return speeds.launch_s + weights_s + moved / speeds.link_bytes_per_s
 
 
-def ttft_s(layers: Layers, shape: Shape, largest_bytes: int, step: float, speeds: Speeds) -> float:
+def ttft_s(largest_bytes: float, fullest_share: float, step_s: float, speeds: Speeds) -> float:
     """Seconds to the first token of a request that is admitted at once and whose adapter is not there yet.
 
     Every shard brings in its own part of the adapter; the fullest is last.
     """
-    cold = largest_bytes * fullest_share(layers, shape) / speeds.cold_bytes_per_s
-    return speeds.ttft_floor_s + cold + step - speeds.base_step_s
+    cold = largest_bytes * fullest_share / speeds.cold_bytes_per_s
+    return speeds.ttft_floor_s + cold + step_s - speeds.base_step_s
