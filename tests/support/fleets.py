@@ -1,7 +1,7 @@
 """An engine's remote back-end and the scripted groups that it knows."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from infinilora.engine.lora.grouplink import Identity
 from infinilora.engine.lora.interface import Lease, LeaseStatus
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.link.open import LinkSettings
-from infinilora.protocol.adapter import Site
+from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.rpc import Channels
 from support.cards import make_card
@@ -24,19 +24,23 @@ SITES = [sum(1 << s for s in (Site.QKV, Site.O, Site.MOE_GATE_UP, Site.MOE_DOWN)
 class Fleet:
     """A remote back-end and the groups it knows."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(
+        self, directory: Path | None, *, card: BaseCard = CARD, layer_sites: Sequence[int] = SITES, dtype: str = "F32"
+    ) -> None:
+        self._layer_sites = list(layer_sites)
         self.settings = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=16384)
         self.channels = Channels()
         self.rings = 0
-        identity = Identity(engine_id="e", incarnation="1", base=CARD.fingerprint, dtype="F32", max_rows=64)
-        self.lora = RemoteLora(CARD, identity, channels=self.channels, link=self.settings, on_change=self._ring)
+        identity = Identity(engine_id="e", incarnation="1", base=card.fingerprint, dtype=dtype, max_rows=64)
+        self.lora = RemoteLora(card, identity, channels=self.channels, link=self.settings, on_change=self._ring)
         self.groups: list[ScriptedGroup] = []
 
     def _ring(self) -> None:
         self.rings += 1
 
     def group(self, name: str) -> ScriptedGroup:
-        self.groups.append(ScriptedGroup(name, self.settings, num_layers=2, layer_sites=SITES))
+        sites = self._layer_sites
+        self.groups.append(ScriptedGroup(name, self.settings, num_layers=len(sites), layer_sites=sites))
         return self.groups[-1]
 
     def know(self, *groups: ScriptedGroup, bytes_free: int = 100) -> None:
@@ -66,8 +70,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(directory: Path | None) -> AsyncIterator[Fleet]:
-    made = Fleet(directory)
+async def fleet(
+    directory: Path | None, *, card: BaseCard = CARD, layer_sites: Sequence[int] = SITES, dtype: str = "F32"
+) -> AsyncIterator[Fleet]:
+    """The back-end runs for the length of the block, and is checked for what it leaves. Without a directory: `tcp`."""
+    made = Fleet(directory, card=card, layer_sites=layer_sites, dtype=dtype)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(made.lora.run())
         try:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
@@ -30,6 +31,15 @@ def delta_of(slot: int, generation: int, layer: int, site: int) -> float:
     return slot * 1000 + generation * 100 + layer * 10 + site
 
 
+def echo_of(x: Tensor, ids: Tensor | None, weights: Tensor | None, columns: range) -> Tensor:
+    """What a group that echoes adds besides: a number for each row, of all that came with it, and each column's own."""
+    rows = x.flatten(1).float().sum(1)
+    for part, factor in ((ids, 2), (weights, 3)):
+        if part is not None:
+            rows = rows + factor * part.float().sum(1)
+    return rows[:, None] + torch.tensor(columns, dtype=torch.float32)
+
+
 class ScriptedGroup:
     """Grants every lease at once, all layers ready. Slots are numbered as digests come; generations by `generation`."""
 
@@ -41,6 +51,7 @@ class ScriptedGroup:
         self.generation = 1
         self.refuse_leases: InfiniLoraError | None = None
         self.refuse_calls = 0
+        self.echoes = False
         self.gate = threading.Event()
         self.gate.set()
         self.asked: list[str] = []
@@ -138,6 +149,8 @@ class ScriptedGroup:
                     plan = call.segments.tolist()
                     continue
                 self.gate.wait(10)
+                if not end.is_alive:
+                    return  # a dead server answers nothing, though it could while its memory lasts
                 self._answer(end, call, plan)
         except LinkClosed:
             return
@@ -148,12 +161,17 @@ class ScriptedGroup:
             self.refuse_calls -= 1
             end.refuse(call, AdapterFailed("this tenancy is not granted, as the test wants it"))
             return
-        out = end.reply_buffer(call).zero_()
+        out = torch.zeros(header.rows, header.out_cols)
         for start, rows, slot, generation in plan:
             first, last = max(start, header.row_start), min(start + rows, header.row_start + header.rows)
             if first < last:
                 delta = delta_of(slot, generation, header.layer, header.site)
                 out[first - header.row_start : last - header.row_start] = delta
+        if self.echoes:
+            assert call.x is not None
+            columns = range(header.out_begin, header.out_begin + header.out_cols)
+            out += echo_of(call.x, call.topk_ids, call.topk_weights, columns)
+        end.reply_buffer(call).copy_(out)
         end.reply(call)
 
     @property

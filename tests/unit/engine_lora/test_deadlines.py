@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinilora.engine.lora.deadlines import WINDOW, RunningP99, site_deadline_s
+from infinilora.engine.lora.deadlines import WINDOW, RunningP99, SiteClock, site_deadline_s
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,15 @@ def test_the_order_of_values_does_not_matter(values: list[float], seed: int) -> 
             p99.add(value)
         found.append(p99.value)
     assert found[0] == found[1] == sorted(values)[253]
+
+
+def test_a_site_learns_what_its_calls_took_when_it_catches_up() -> None:
+    clock = SiteClock()
+    clock.took_s += [0.02] * 40
+    assert clock.deadline_s == 1.0, "nothing is known yet"
+    clock.catch_up()
+    assert clock.deadline_s == pytest.approx(0.4)
+    assert clock.took_s == []
+    clock.took_s += [0.001] * WINDOW
+    clock.catch_up()
+    assert clock.deadline_s == 0.25

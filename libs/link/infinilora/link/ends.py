@@ -2,13 +2,16 @@
 
     engine                                server
       send_plan(step_id, segments)  ->      recv() -> Call(PLAN)
-      ticket = submit(layer, ...)   ->      recv() -> Call(SITE): x, topk as views of the link's memory
+      send(ticket, step_id, ...)    ->      recv() -> Call(SITE): x, topk as views of the link's memory
         (base product meanwhile)              kernels write reply_buffer(call)
       wait(ticket, y, add=True)     <-      reply(call)   or   refuse(call, error)
 
-A port (ports.py) carries frames; these classes cut, check and account.
+A ticket is prepared once for a shape and sent in every step that has it. A port (ports.py) carries frames; these
+classes cut, check and account.
 """
 
+import itertools
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, WireError
 
 PLAN_TIMEOUT_S = 1.0
-_SITE, _PLAN = int(Kind.SITE), int(Kind.PLAN)
+_PLAN = int(Kind.PLAN)
 
 
 class EngineEnd:
@@ -43,18 +46,68 @@ class EngineEnd:
     def __init__(self, port: EnginePort) -> None:
         self._port = port
         self._outstanding: list[Ticket] = []
-        self._fits: dict[tuple[torch.dtype, int, int, int], int] = {}
-        self._trace = NO_TRACE
 
     def send_plan(self, step_id: int, segments: Sequence[PlanSegment], *, trace: bytes = NO_TRACE) -> None:
         """Begin a step: what was outstanding is abandoned; the site calls that follow belong to `step_id`."""
         self.abandon()
-        body = torch.tensor(segments, dtype=torch.int32).reshape(-1, 4).numpy().tobytes()
+        body = struct.pack(f"<{4 * len(segments)}i", *itertools.chain.from_iterable(segments))
         if len(body) > self._port.buffer_bytes:
             raise InvalidRequest(f"a plan of {len(segments)} segments does not fit a link buffer")
-        self._trace = trace
         header = Header(kind=Kind.PLAN, step_id=step_id, rows=len(segments), payload_bytes=len(body), trace=trace)
         self._port.send_plan(header, body, timeout_s=PLAN_TIMEOUT_S)
+
+    def prepare(self, shape: Header, *, at: int = 0, out_at: int = 0) -> Ticket:
+        """A ticket for site calls of this shape, which says everything but step, layer and trace.
+
+        Its rows are those from row `at` on of the x and out that it will be given, and its columns those from
+        `out_at` on of out. InvalidRequest where one row does not fit a buffer.
+        """
+        width = shape.torch_dtype.itemsize
+        fit = rows_that_fit(shape.in_cols * width + 8 * shape.topk, shape.out_cols * width, self._port.buffer_bytes)
+        ticket = Ticket(shape, at, out_at, fit, -(-shape.rows // fit))
+        self._port.lay_out(ticket)
+        return ticket
+
+    def send(
+        self,
+        ticket: Ticket,
+        step_id: int,
+        layer: int,
+        x: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+    ) -> None:
+        """Send the ticket's rows of x [T, ...]. Never waits. A call may carry ids alone: x is [T, 0] then.
+
+        What finds no room or credit now is sent by `wait`, so x must not change until then.
+        """
+        if not ticket.done:
+            raise Internal("a site call was sent again before it was waited for")
+        if ticket.x_layout != (x.shape, x.stride(), x.dtype):
+            x = self._lay_out_x(ticket, x)
+        if ticket.header.topk or topk_ids is not None:
+            _route(ticket, topk_ids, topk_weights)
+        ticket.x = x
+        ticket.done = False
+        self._outstanding.append(ticket)
+        self._port.submit(ticket, step_id, layer)
+
+    def _lay_out_x(self, ticket: Ticket, x: Tensor) -> Tensor:
+        """Check x and note where the ticket's rows lie in it; a copy where its columns are not adjacent."""
+        header, flat = ticket.header, _rows(x)
+        if flat.shape[0] < ticket.at + header.rows or flat.shape[1] != header.in_cols or x.dtype != header.torch_dtype:
+            raise InvalidRequest(
+                f"a site call of rows {ticket.at} to {ticket.at + header.rows} and {header.in_cols} columns of "
+                f"{header.torch_dtype}; x is {list(x.shape)} of {x.dtype}"
+            )
+        ticket.num_rows = flat.shape[0]
+        ticket.x_stride = flat.stride(0) * flat.element_size()
+        ticket.x_skip = ticket.at * ticket.x_stride
+        is_view = flat is x or flat.data_ptr() == x.data_ptr()
+        ticket.x_layout = (x.shape, x.stride(), x.dtype) if is_view else None
+        ticket.out_layout = None
+        self._port.lay_out(ticket)
+        return x if is_view else flat
 
     def submit(  # noqa: PLR0913 - the facts of a site call
         self,
@@ -70,73 +123,82 @@ class EngineEnd:
         in_slice: tuple[int, int] = (0, 0),
         out_slice: tuple[int, int] = (0, 0),
     ) -> Ticket:
-        """Send the rows of x [T, ...] to be answered with [T, out_cols] of the same dtype. Never waits.
+        """Prepare and send a call that comes once: all rows of x, to be answered with [T, out_cols] of its dtype.
 
-        With `out_slice`, out_cols are those of the slice. A call may carry ids alone: x is [T, 0] then.
-
-        `row_start` is the step's row of x[0]. What finds no room or credit now is sent by `wait`, so x must
-        not change until then.
+        With `out_slice`, out_cols are those of the slice. `row_start` is the step's row of x[0].
         """
-        flat = _rows(x)
-        rows, in_cols = flat.shape
-        topk, flags = 0, 0
-        if topk_ids is not None:
-            topk, flags, topk_ids = topk_ids.shape[1], Flag.HAS_IDS, _rows(topk_ids.to(torch.int32))
-        if topk_weights is not None:
-            topk, flags = topk_weights.shape[1], flags | Flag.HAS_WEIGHTS
-            topk_weights = _rows(topk_weights.to(torch.float32))
-        chunk_rows = self._chunk_rows(x.dtype, in_cols, out_cols, topk)
-        header = Header._make(
-            (_SITE, flags, step_id, 0, layer, site, row_start, rows, in_cols, out_cols,
-             *in_slice, *out_slice, topk, DTYPE_CODES[x.dtype], 0, self._trace)
-        )  # fmt: skip
-        ticket = Ticket(header, flat, topk_ids, topk_weights, rows, chunk_rows, -(-rows // chunk_rows))
-        self._outstanding.append(ticket)
-        self._port.submit(ticket)
+        routed = topk_weights if topk_ids is None else topk_ids
+        shape = Header(
+            kind=Kind.SITE,
+            flags=(topk_ids is not None) * Flag.HAS_IDS | (topk_weights is not None) * Flag.HAS_WEIGHTS,
+            site=site,
+            row_start=row_start,
+            rows=x.shape[0],
+            in_cols=x.shape[1:].numel(),
+            out_cols=out_cols,
+            in_begin=in_slice[0],
+            in_end=in_slice[1],
+            out_begin=out_slice[0],
+            out_end=out_slice[1],
+            topk=0 if routed is None else routed.shape[1],
+            dtype=dtype_code(x.dtype),
+        )
+        ticket = self.prepare(shape)
+        self.send(ticket, step_id, layer, x, topk_ids, topk_weights)
         return ticket
 
-    def _chunk_rows(self, dtype: torch.dtype, in_cols: int, out_cols: int, topk: int) -> int:
-        """The same few shapes come back in every step: worked out once."""
-        shape = (dtype, in_cols, out_cols, topk)
-        known = self._fits.get(shape)
-        if known is None:
-            if dtype not in DTYPE_CODES:
-                raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; x is {dtype}")
-            width = dtype.itemsize
-            known = rows_that_fit(in_cols * width + 8 * topk, out_cols * width, self._port.buffer_bytes)
-            self._fits[shape] = known
-        return known
-
-    def wait(self, ticket: Ticket, out: Tensor, *, deadline_s: float, add: bool) -> None:
+    def wait(self, ticket: Ticket, out: Tensor, *, deadline_s: float, add: bool) -> float:
         """Do out [T, ...] = delta, or += delta, chunk by chunk as it comes; at most `deadline_s` from now.
 
-        Raises LinkTimeout (quarantine the link), LinkClosed, or LinkRefused (the step is abandoned).
+        Returns the seconds that the call took, from `send` on. Raises LinkTimeout (quarantine the link),
+        LinkClosed, or LinkRefused (the step is abandoned).
         """
         if ticket.done:
             raise LinkClosed("this site call was abandoned or has been waited for")
-        target = _rows_in_place(out, ticket.rows, ticket.header.out_cols)
+        if ticket.out_layout != (out.shape, out.stride(), out.dtype):
+            self._lay_out_out(ticket, out)
         if ticket.settled is None and (ticket.sent < ticket.chunks or self._port.takes_in_order):
             started = time.monotonic()
             self._settle_before(ticket, started + deadline_s)
             deadline_s = max(deadline_s - (time.monotonic() - started), 0.0)
         if ticket.settled is None:
-            self._collect(ticket, target, deadline_s, add=add)
+            self._collect(ticket, out, deadline_s, add=add)
         else:
+            target = ticket.rows_of(out)
             target.add_(ticket.settled) if add else target.copy_(ticket.settled)
+            ticket.settled = None
         ticket.done = True
+        ticket.x = None
         self._outstanding.remove(ticket)
+        return ticket.took_s
+
+    def _lay_out_out(self, ticket: Ticket, out: Tensor) -> None:
+        """Check out and note where the ticket's rows and columns lie in it."""
+        header, flat = ticket.header, out if out.dim() == 2 else out.flatten(1)
+        if flat.shape[0] != ticket.num_rows or not _has_columns(ticket, flat.shape[1]):
+            raise InvalidRequest(f"the delta is [{ticket.num_rows}, {header.out_cols}]; out is {list(out.shape)}")
+        if (flat.stride(1) != 1 and flat.shape[1] > 1) or (flat is not out and flat.data_ptr() != out.data_ptr()):
+            raise InvalidRequest(f"out must have adjacent columns; its strides are {out.stride()}")
+        dtype_code(out.dtype)
+        ticket.out_layout = (out.shape, out.stride(), out.dtype)
+        ticket.out_stride = flat.stride(0) * flat.element_size()
+        ticket.out_skip = ticket.at * ticket.out_stride + ticket.out_at * flat.element_size()
+        self._port.lay_out(ticket)
 
     def _settle_before(self, ticket: Ticket, deadline: float) -> None:
         """Take the answers of earlier calls out of the link: they hold the room that this one needs."""
         for earlier in self._outstanding[: self._outstanding.index(ticket)]:
             if earlier.settled is None:
-                held = torch.empty(earlier.rows, earlier.header.out_cols, dtype=earlier.x.dtype)
+                held = torch.empty(earlier.rows, earlier.header.out_cols, dtype=earlier.header.torch_dtype)
+                earlier.out_layout = (held.shape, held.stride(), held.dtype)
+                earlier.out_stride, earlier.out_skip = earlier.header.out_cols * held.element_size(), 0
+                self._port.lay_out(earlier)
                 self._collect(earlier, held, max(deadline - time.monotonic(), 0.0), add=False)
-                earlier.settled = held
+                earlier.settled, earlier.out_layout = held, None
 
-    def _collect(self, ticket: Ticket, target: Tensor, timeout_s: float, *, add: bool) -> None:
+    def _collect(self, ticket: Ticket, out: Tensor, timeout_s: float, *, add: bool) -> None:
         try:
-            self._port.collect(ticket, target, add=add, timeout_s=timeout_s)
+            ticket.took_s = self._port.collect(ticket, out, add=add, timeout_s=timeout_s)
         except LinkRefused:
             self.abandon()
             raise
@@ -146,6 +208,7 @@ class EngineEnd:
         if self._outstanding:
             for ticket in self._outstanding:
                 ticket.done = True
+                ticket.x = ticket.settled = None
             self._outstanding.clear()
             self._port.abandon()
 
@@ -273,11 +336,28 @@ def _rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] <= 1 else flat.contiguous()
 
 
-def _rows_in_place(out: Tensor, rows: int, cols: int) -> Tensor:
-    """Return out [T, ...] as [T, cols], sharing its memory."""
-    flat = out if out.dim() == 2 else out.flatten(1)
-    if flat.shape != (rows, cols):
-        raise InvalidRequest(f"the delta is [{rows}, {cols}]; out is {list(out.shape)}")
-    if (flat.stride(1) != 1 and cols > 1) or (flat is not out and flat.data_ptr() != out.data_ptr()):
-        raise InvalidRequest(f"out must have adjacent columns; its strides are {out.stride()}")
-    return flat
+def _route(ticket: Ticket, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
+    """Put the ticket's rows of the experts of a call, and of their weights, into it."""
+    header, at = ticket.header, slice(ticket.at, ticket.at + ticket.rows)
+    flags = (topk_ids is not None) * Flag.HAS_IDS | (topk_weights is not None) * Flag.HAS_WEIGHTS
+    ticket.topk_ids = None if topk_ids is None else _rows(topk_ids.to(torch.int32))[at]
+    ticket.topk_weights = None if topk_weights is None else _rows(topk_weights.to(torch.float32))[at]
+    shapes = {tuple(part.shape) for part in (ticket.topk_ids, ticket.topk_weights) if part is not None}
+    if flags != header.flags or shapes - {(header.rows, header.topk)}:
+        raise InvalidRequest(
+            f"a site call with {header.topk} experts a row for {header.rows} rows (flags {header.flags}); "
+            f"found {sorted(shapes)} (flags {flags})"
+        )
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number of a dtype in a header. InvalidRequest for one that no link carries."""
+    if dtype not in DTYPE_CODES:
+        raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; found {dtype}")
+    return DTYPE_CODES[dtype]
+
+
+def _has_columns(ticket: Ticket, cols: int) -> bool:
+    """Whether out may be so wide: all of the delta's columns and no more, unless it is a slice at its place."""
+    wanted = ticket.out_at + ticket.header.out_cols
+    return cols >= wanted if ticket.out_at or ticket.header.out_end else cols == wanted

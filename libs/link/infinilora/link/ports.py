@@ -8,10 +8,12 @@
 Ports know bytes, sequences and credit; ends.py knows tensors' shapes and steps.
 """
 
+import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from infinilora.link.errors import LinkClosed, LinkRefused
@@ -20,29 +22,67 @@ from infinilora.link.layout import Arena, State
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InvalidRequest, WireError
 
+TensorLayout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides in elements, dtype."""
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A site call on its way. Its inputs must stay unchanged until it was waited for or abandoned.
+    """A site call of one shape: made once (`EngineEnd.prepare`), sent as often as it comes, once at a time.
 
-    A port sends its chunks as buffers and credits allow: `sent` and `received` count them.
+    Of x and out it means `header.rows` rows from row `at` on, and of out the columns from `out_at` on. Layouts are
+    those of the tensors that were checked last: another tensor laid out alike is not checked again.
     """
 
     header: Header
-    x: Tensor
-    topk_ids: Tensor | None
-    topk_weights: Tensor | None
-    rows: int
+    """Of the call under way; step, layer and trace are filled in as it is sent."""
+    at: int
+    out_at: int
     chunk_rows: int
     chunks: int
+    num_rows: int = 0
+    """Of x; out must have as many."""
+    x_layout: TensorLayout | None = None
+    x_stride: int = 0
+    """Bytes from row to row."""
+    x_skip: int = 0
+    """Bytes from the tensor's first element to the call's."""
+    out_layout: TensorLayout | None = None
+    out_stride: int = 0
+    out_skip: int = 0
+    x: Tensor | None = None
+    """What the call under way sends: must stay unchanged until it was waited for or abandoned."""
+    topk_ids: Tensor | None = None
+    topk_weights: Tensor | None = None
     first: int = 0
     sent: int = 0
     received: int = 0
+    sent_at: float = 0.0
     settled: Tensor | None = None
     """The delta, where it had to be taken before anybody waited for it."""
-    done: bool = False
-    native: object = None
-    """The native port's own record of this call."""
+    took_s: float = 0.0
+    """From `send` until the whole delta was there."""
+    done: bool = True
+    """Whether nothing is under way."""
+    block: Any = None
+    """The native port's own record of this ticket, and where it lies."""
+    block_at: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.header.rows
+
+    def begin(self, step_id: int, layer: int, trace: bytes) -> None:
+        """For ports that send in Python: a call is under way, with x the call's own rows [rows, in_cols]."""
+        self.header = self.header._replace(step_id=step_id, layer=layer, trace=trace)
+        if self.x is not None:
+            self.x = _cut(self.x, self.rows, self.header.in_cols, self.x_stride, self.x_skip)
+        self.sent = self.received = 0
+        self.sent_at = time.monotonic()
+
+    def rows_of(self, out: Tensor) -> Tensor:
+        """The call's own rows and columns [rows, out_cols] of out, sharing its memory."""
+        return _cut(out, self.rows, self.header.out_cols, self.out_stride, self.out_skip)
 
     def chunk(self, index: int) -> tuple[int, int]:
         """(row_start, rows) of a chunk, counted from the ticket's first row."""
@@ -61,6 +101,11 @@ class Ticket:
         )
 
 
+def _cut(x: Tensor, rows: int, cols: int, stride: int, skip: int) -> Tensor:
+    width = x.element_size()
+    return x.as_strided((rows, cols), (stride // width, 1), x.storage_offset() + skip // width)
+
+
 class EnginePort(Protocol):
     """Carries frames for an engine. All but `mark` are called from one thread; only collect and send_plan wait."""
 
@@ -68,15 +113,24 @@ class EnginePort(Protocol):
     takes_in_order: bool
     """Whether answers can only be taken in the order of the calls."""
 
-    def submit(self, ticket: Ticket) -> None:
-        """Send what there is room and credit for."""
+    def lay_out(self, ticket: Ticket) -> None:
+        """The ticket is new, or its x or out are laid out otherwise than before."""
         ...
 
-    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
-        """Send the rest, and put every row into out [rows, out_cols]. LinkTimeout, LinkClosed, LinkRefused."""
+    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
+        """Begin a call, and send what there is room and credit for."""
         ...
 
-    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None: ...
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
+        """Send the rest, and put every row into out as the ticket says; the seconds since `submit`.
+
+        LinkTimeout, LinkClosed, LinkRefused.
+        """
+        ...
+
+    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None:
+        """The site calls that follow have the plan's trace."""
+        ...
 
     def abandon(self) -> None:
         """Answers to everything outstanding are dropped as they come, and counted as stale."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
-from infinilora.link.frame import Header, Kind, aligned, unpack_header
+from infinilora.link.frame import NO_TRACE, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import At, RingFile, State
 from infinilora.link.ports import Program, Ticket, checked, payload_at, refusal
 from infinilora.link.times import SiteTimes
@@ -88,9 +88,14 @@ class PythonEnginePort:
         self._oldest = 0
         self._stale = 0
         self._open: dict[int, bool] = {}
+        self._trace = NO_TRACE
         self.mark(State.OPEN)
 
-    def submit(self, ticket: Ticket) -> None:
+    def lay_out(self, ticket: Ticket) -> None:
+        """Nothing: views are cut as they are needed."""
+
+    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
+        ticket.begin(step_id, layer, self._trace)
         ticket.first = self._next
         self._next += ticket.chunks
         self._pump(ticket)
@@ -123,10 +128,11 @@ class PythonEnginePort:
         frame = self._ring.request_offset(self._written)
         start, rows = ticket.chunk(ticket.sent)
         end = payload_at(frame)
+        x_end = end + rows * ticket.header.in_cols * ticket.header.torch_dtype.itemsize
         for part in (ticket.x, ticket.topk_ids, ticket.topk_weights):
             if part is None:
                 continue
-            if part is not ticket.x and end == payload_at(frame) + rows * ticket.x.shape[1] * ticket.x.itemsize:
+            if part is not ticket.x and end == x_end:
                 end = payload_at(frame) + aligned(end - payload_at(frame))
             self._ring.arena.tensor(part.dtype, end, rows, part.shape[1]).copy_(part[start : start + rows])
             end += rows * part.shape[1] * part.itemsize
@@ -141,8 +147,9 @@ class PythonEnginePort:
         self._written += 1
         self._words.publish(frame, self._written)
 
-    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
         deadline = time.monotonic() + timeout_s
+        target = ticket.rows_of(out)
         while ticket.received < ticket.chunks:
             self._pump(ticket)
             if ticket.received == ticket.sent and ticket.first + ticket.sent != self._sent:
@@ -153,7 +160,8 @@ class PythonEnginePort:
                 deadline - time.monotonic(),
             )
             if ticket.received < ticket.sent and self._arrived(sequence):
-                self._take(ticket, sequence, out, add=add)
+                self._take(ticket, sequence, target, add=add)
+        return time.monotonic() - ticket.sent_at
 
     def _take(self, ticket: Ticket, sequence: int, out: Tensor, *, add: bool) -> None:
         frame = self._ring.reply_offset(sequence)
@@ -165,7 +173,7 @@ class PythonEnginePort:
             raise LinkError("the peer answered with a frame that does not belong to its request")
         if header.kind == Kind.ERROR:
             raise refusal(self._ring.map[payload_at(frame) : payload_at(frame) + header.payload_bytes])
-        delta = self._ring.arena.tensor(ticket.x.dtype, payload_at(frame), rows, out.shape[1])
+        delta = self._ring.arena.tensor(ticket.header.torch_dtype, payload_at(frame), rows, out.shape[1])
         target = out[start : start + rows]
         target.add_(delta) if add else target.copy_(delta)
 
@@ -173,6 +181,7 @@ class PythonEnginePort:
         self._words.await_(self._has_room, timeout_s)
         frame = self._ring.request_offset(self._written)
         self._ring.map[payload_at(frame) : payload_at(frame) + len(body)] = body
+        self._trace = header.trace
         self._publish(frame, header)
 
     def abandon(self) -> None:

@@ -5,23 +5,18 @@ Calls that cannot wait keep the GIL (a hand-over would cost more than they do); 
 
 import ctypes
 import enum
-import struct
 import weakref
-from ctypes import PYFUNCTYPE, c_char, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import PYFUNCTYPE, Structure, c_char, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from torch import Tensor
 
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
-from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, HEADER_FORMAT, Header, Kind, unpack_header
+from infinilora.link.frame import DTYPE_CODES, HEADER_BYTES, Header, Kind, unpack_header
 from infinilora.link.layout import At, RingFile, State
 from infinilora.link.ports import Program, Ticket, checked, payload_at, refusal
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import Internal
-
-_TICKET = struct.Struct(HEADER_FORMAT + "8Q3Q4I")
-_SENT_AT = HEADER_BYTES + 11 * 8 + 4
-_SENT = struct.Struct("<I")
 
 
 class Status(enum.IntEnum):
@@ -35,14 +30,23 @@ class Status(enum.IntEnum):
     CORRUPT = 5
 
 
-class _Block:
-    """A ticket as ring.cpp sees it: memory that stays where it is, used again once its call was collected."""
+class Block(Structure):
+    """A ticket as ring.cpp sees it: what a call of its shape has in common. The rest is the library's."""
 
-    __slots__ = ("address", "data")
-
-    def __init__(self) -> None:
-        self.data = bytearray(_TICKET.size)
-        self.address = ctypes.addressof(c_char.from_buffer(self.data))
+    _fields_ = (
+        ("header", c_char * HEADER_BYTES),
+        ("engine", c_void_p),
+        *((name, c_uint64) for name in ("x_stride", "x_row", "ids_stride", "weights_stride", "topk_row")),
+        *((name, c_uint64) for name in ("rows", "chunk_rows")),
+        ("out_stride", c_int64),
+        ("out_dtype", c_uint32),
+        ("chunks", c_uint32),
+        *((name, c_uint64) for name in ("x", "ids", "weights", "first")),
+        ("sent_ns", c_int64),
+        ("refusal", c_uint64),
+        ("sent", c_uint32),
+        ("received", c_uint32),
+    )
 
 
 class RingLibrary:
@@ -52,20 +56,20 @@ class RingLibrary:
         def quick(name: str, result: Any, *arguments: Any) -> Any:
             return PYFUNCTYPE(result, *arguments)((f"il_ring_{name}", library))
 
-        def waiting(name: str, *arguments: Any) -> Any:
-            return ctypes.CFUNCTYPE(c_int, *arguments)((f"il_ring_{name}", library))
+        def waiting(name: str, *arguments: Any, result: Any = c_int) -> Any:
+            return ctypes.CFUNCTYPE(result, *arguments)((f"il_ring_{name}", library))
 
         self.engine_open = quick("engine_open", c_void_p, c_void_p, c_int64)
         self.server_open = quick("server_open", c_void_p, c_void_p, c_int64)
         self.free = quick("free", None, c_void_p)
         self.mark = quick("mark", None, c_void_p, c_int, c_uint32)
-        self.submit = quick("submit", None, c_void_p, c_void_p)
+        self.submit = quick("submit", c_uint32, c_void_p, c_uint64, c_uint32, c_uint64, c_uint64, c_uint64)
         self.abandon = quick("abandon", None, c_void_p)
         self.in_flight = quick("in_flight", c_uint64, c_void_p)
         self.stale = quick("stale", c_uint64, c_void_p)
         self.reply = quick("reply", None, c_void_p, c_uint32, c_uint64)
         self.skip = quick("skip", None, c_void_p)
-        self.collect = waiting("collect", c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int, c_int64, c_void_p)
+        self.collect = waiting("collect", c_void_p, c_void_p, c_int, c_double, result=c_int64)
         self.send_plan = waiting("send_plan", c_void_p, c_char_p, c_char_p, c_uint64, c_int64)
         self.recv = waiting("recv", c_void_p, c_int64, c_void_p)
         self.serve = waiting("serve", c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
@@ -81,60 +85,55 @@ class NativeEnginePort:
         self._ring = ring
         self.buffer_bytes = ring.buffer_bytes
         self._handle = library.engine_open(ring.address, int(spin_s * 1e9))
+        self._submit, self._collect = library.submit, library.collect
         weakref.finalize(self, library.free, self._handle)
-        self._offset = c_uint64()
-        self._offset_at = ctypes.addressof(self._offset)
         self._words = memoryview(ring.map).cast("I")
-        self._blocks: list[_Block] = []
         self.mark(State.OPEN)
 
-    def submit(self, ticket: Ticket) -> None:
-        x, ids, weights = ticket.x, ticket.topk_ids, ticket.topk_weights
-        width = x.element_size()
-        block = self._blocks.pop() if self._blocks else _Block()
-        _TICKET.pack_into(
-            block.data,
-            0,
-            *ticket.header,
-            x.data_ptr(),
-            x.stride(0) * width,
-            ticket.header.in_cols * width,
-            0 if ids is None else ids.data_ptr(),
-            0 if ids is None else ids.stride(0) * 4,
-            0 if weights is None else weights.data_ptr(),
-            0 if weights is None else weights.stride(0) * 4,
-            ticket.header.topk * 4,
-            ticket.rows,
-            ticket.chunk_rows,
-            0,
-            ticket.chunks,
-            0,
-            0,
-            0,
-        )
-        ticket.native = block
-        self._lib.submit(self._handle, block.address)
-        ticket.sent = _SENT.unpack_from(block.data, _SENT_AT)[0]
+    def lay_out(self, ticket: Ticket) -> None:
+        if ticket.block is None:
+            self._prepare(ticket)
+        block = ticket.block
+        block.x_stride, block.out_stride = ticket.x_stride, ticket.out_stride
+        if ticket.out_layout is not None:
+            block.out_dtype = DTYPE_CODES[ticket.out_layout[2]]
 
-    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
-        block = ticket.native
-        assert isinstance(block, _Block)  # noqa: S101 - it was submitted here
-        status = self._lib.collect(
-            self._handle,
-            block.address,
-            out.data_ptr(),
-            out.stride(0) * out.element_size(),
-            DTYPE_CODES[out.dtype],
-            add,
-            int(timeout_s * 1e9),
-            self._offset_at,
+    def _prepare(self, ticket: Ticket) -> None:
+        header = ticket.header
+        block = Block(
+            engine=self._handle,
+            x_row=header.in_cols * header.torch_dtype.itemsize,
+            topk_row=header.topk * 4,
+            rows=header.rows,
+            chunk_rows=ticket.chunk_rows,
+            chunks=ticket.chunks,
         )
-        if status == 0:
-            self._blocks.append(block)
-            return
-        if status == Status.REFUSED:
-            raise refusal(self._payload(self._offset.value))
-        _raise_unless_ok(status, timeout_s)
+        ticket.block, ticket.block_at = block, ctypes.addressof(block)
+        ctypes.memmove(ticket.block_at, header.pack(), HEADER_BYTES)
+
+    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
+        x, ids, weights = ticket.x, ticket.topk_ids, ticket.topk_weights
+        assert x is not None  # noqa: S101 - a ticket that is sent has rows
+        if ids is not None:
+            ticket.block.ids_stride = ids.stride(0) * 4
+        if weights is not None:
+            ticket.block.weights_stride = weights.stride(0) * 4
+        ticket.sent = self._submit(
+            ticket.block_at,
+            step_id,
+            layer,
+            x.data_ptr() + ticket.x_skip,
+            0 if ids is None else ids.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+        )
+
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
+        took_ns: int = self._collect(ticket.block_at, out.data_ptr() + ticket.out_skip, add, timeout_s)
+        if took_ns < 0:
+            if took_ns == -Status.REFUSED:
+                raise refusal(self._payload(ticket.block.refusal))
+            _raise_unless_ok(-took_ns, timeout_s)
+        return took_ns * 1e-9
 
     def _payload(self, frame: int) -> bytes:
         start = payload_at(frame)

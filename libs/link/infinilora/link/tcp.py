@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
-from infinilora.link.frame import HEADER_BYTES, Header, Kind, aligned, unpack_header
+from infinilora.link.frame import HEADER_BYTES, NO_TRACE, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import Arena, State
 from infinilora.link.ports import Program, Ticket, checked, refusal
 from infinilora.link.times import SiteTimes
@@ -107,8 +107,13 @@ class TcpEnginePort:
         self._arena = Arena(self._frame)
         self._received = 0
         self._stale = 0
+        self._trace = NO_TRACE
 
-    def submit(self, ticket: Ticket) -> None:
+    def lay_out(self, ticket: Ticket) -> None:
+        """Nothing: views are cut as they are needed."""
+
+    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
+        ticket.begin(step_id, layer, self._trace)
         self._queue.append(ticket)
         self._send()
 
@@ -138,8 +143,9 @@ class TcpEnginePort:
         self._pieces.insert(0, memoryview(header.pack()))
         return True
 
-    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> None:
+    def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
         deadline = time.monotonic() + timeout_s
+        target = ticket.rows_of(out)
         while ticket.received < ticket.chunks:
             self._send()
             header = self._read(deadline)
@@ -153,7 +159,8 @@ class TcpEnginePort:
                 continue
             if owner is not ticket:
                 raise LinkError("a site call was waited for before an earlier one")
-            self._take(ticket, header, out, add=add)
+            self._take(ticket, header, target, add=add)
+        return time.monotonic() - ticket.sent_at
 
     def _read(self, deadline: float) -> Header | None:
         """Receive into `_frame`; a header once a whole frame is there, None when the socket had less."""
@@ -183,9 +190,10 @@ class TcpEnginePort:
         ticket.received += 1
         if header.kind == Kind.ERROR:
             raise refusal(self._frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes])
-        if header.rows != rows or header.payload_bytes != rows * out.shape[1] * ticket.x.itemsize:
+        dtype = ticket.header.torch_dtype
+        if header.rows != rows or header.payload_bytes != rows * out.shape[1] * dtype.itemsize:
             raise LinkError("the peer answered with a frame that does not belong to its request")
-        delta = self._arena.tensor(ticket.x.dtype, HEADER_BYTES, rows, out.shape[1])
+        delta = self._arena.tensor(dtype, HEADER_BYTES, rows, out.shape[1])
         target = out[start : start + rows]
         target.add_(delta) if add else target.copy_(delta)
 
@@ -194,6 +202,7 @@ class TcpEnginePort:
         while self._pieces:  # the rest of an abandoned step's last frame
             self._life.wait(select.POLLOUT, deadline)
             self._send()
+        self._trace = header.trace
         self._pieces = [memoryview(header.pack() + body)]
         self._send()
         if not self.is_alive:

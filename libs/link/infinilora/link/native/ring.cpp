@@ -72,12 +72,20 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) <= kRingsAt, "the file header fits its page");
 
-struct Ticket {  // one site call, cut into chunks; made by Python, `sent` and `received` kept here
-  FrameHeader header;
-  uint64_t x, x_stride, x_row;  // address; bytes from row to row; bytes of a row
-  uint64_t ids, ids_stride, weights, weights_stride, topk_row;
-  uint64_t rows, chunk_rows, first;
-  uint32_t chunks, sent, received, reserved;
+struct Engine;
+
+struct Ticket {  // a site call of one shape, cut into chunks. Made by Python, sent again and again, once at a time
+  FrameHeader header;  // step_id, layer and trace are those of the call under way
+  Engine* engine;
+  uint64_t x_stride, x_row;     // bytes from row to row; bytes of a row
+  uint64_t ids_stride, weights_stride, topk_row;
+  uint64_t rows, chunk_rows;
+  int64_t out_stride;
+  uint32_t out_dtype, chunks;
+  uint64_t x, ids, weights, first;  // from here on: of the call under way
+  int64_t sent_ns;
+  uint64_t refusal;                 // where in the file the frame that says no lies
+  uint32_t sent, received;
 };
 
 struct Rings {
@@ -220,6 +228,7 @@ struct Engine : Rings {    // begins as zeros
   uint64_t sent;           // chunks [0, sent) are in the ring or answered; sent <= next
   uint64_t oldest;         // chunks [0, oldest) have given their reply buffer back
   uint64_t stale;          // replies dropped: nobody waits for them any more
+  uint8_t trace[24];       // of the step that the latest plan began
   uint8_t state[];         // of chunk s at [s % n], for s in [oldest, sent)
 
   bool arrived(uint64_t s) const { return load(&reply(s)->word) == s + 1; }
@@ -274,6 +283,20 @@ struct Engine : Rings {    // begins as zeros
     while (can_send(t)) send_chunk(t);
   }
 
+  void submit(Ticket& t, uint64_t step_id, uint32_t layer, uint64_t x, uint64_t ids, uint64_t weights) {
+    t.sent_ns = now_ns();
+    t.header.step_id = step_id;
+    t.header.layer = layer;
+    std::memcpy(t.header.trace, trace, sizeof(trace));
+    t.x = x;
+    t.ids = ids;
+    t.weights = weights;
+    t.sent = t.received = 0;
+    t.first = next;
+    next += t.chunks;
+    pump(t);
+  }
+
   void abandon() {
     for (uint64_t s = oldest; s < sent; ++s)
       if (state[s % n] == kOutstanding) state[s % n] = kAbandoned;
@@ -281,13 +304,13 @@ struct Engine : Rings {    // begins as zeros
     has_credit();
   }
 
-  Status take(Ticket& t, uint64_t s, const Target& to, uint64_t* refusal) {
+  Status take(Ticket& t, uint64_t s, const Target& to) {
     FrameHeader* frame = reply(s);
     const uint64_t row0 = uint64_t(t.received) * t.chunk_rows;
     const uint64_t rows = t.rows - row0 < t.chunk_rows ? t.rows - row0 : t.chunk_rows;
     if (frame->step_id != t.header.step_id || frame->sequence != s || frame->payload_bytes > capacity) return kCorrupt;
     if (frame->kind == kError) {
-      *refusal = uint64_t(reinterpret_cast<char*>(frame) - base);
+      t.refusal = uint64_t(reinterpret_cast<char*>(frame) - base);
       return kRefused;
     }
     const uint64_t cols = t.header.out_cols;
@@ -297,7 +320,7 @@ struct Engine : Rings {    // begins as zeros
     return kOk;
   }
 
-  Status collect(Ticket& t, const Target& to, int64_t deadline, uint64_t* refusal) {
+  Status collect(Ticket& t, const Target& to, int64_t deadline) {
     while (t.received < t.chunks) {
       pump(t);
       if (t.received == t.sent && t.first + t.sent != sent) return kBlocked;  // an earlier ticket must be collected first
@@ -306,7 +329,7 @@ struct Engine : Rings {    // begins as zeros
                                   [&] { return (t.received < t.sent && arrived(s)) || can_send(t); });
       if (status != kOk) return status;
       if (t.received == t.sent || !arrived(s)) continue;
-      const Status taken = take(t, s, to, refusal);
+      const Status taken = take(t, s, to);
       state[s % n] = kDone;
       ++t.received;
       if (taken != kOk) return taken;
@@ -442,17 +465,18 @@ void il_ring_mark(char* base, int is_server, uint32_t state) {
   wake(file->server);
 }
 
-// Reserve a ticket's sequences and send what there is room and credit for. Never waits.
-void il_ring_submit(Engine* e, Ticket* t) {
-  t->first = e->next;
-  e->next += t->chunks;
-  e->pump(*t);
+// Reserve a call's sequences and send what there is room and credit for. Never waits. The number of chunks sent.
+uint32_t il_ring_submit(Ticket* t, uint64_t step_id, uint32_t layer, uint64_t x, uint64_t ids, uint64_t weights) {
+  t->engine->submit(*t, step_id, layer, x, ids, weights);
+  return t->sent;
 }
 
-// Take every chunk of the delta, copying or adding; sends what was left unsent on the way.
-int il_ring_collect(Engine* e, Ticket* t, char* out, int64_t out_stride, uint32_t out_dtype, int add, int64_t timeout_ns,
-                    uint64_t* refusal) {
-  return e->collect(*t, Target{out, out_stride, out_dtype, add != 0}, deadline_after(timeout_ns), refusal);
+// Take every chunk of the delta, copying or adding; sends what was left unsent on the way. The nanoseconds since the
+// call was submitted, or the negative Status.
+int64_t il_ring_collect(Ticket* t, char* out, int add, double timeout_s) {
+  const Target to{out, t->out_stride, t->out_dtype, add != 0};
+  const Status status = t->engine->collect(*t, to, deadline_after(int64_t(timeout_s * 1e9)));
+  return status == kOk ? now_ns() - t->sent_ns : -int64_t(status);
 }
 
 // Send a frame that has no reply. Waits for room only: the server consumes without waiting for anybody.
@@ -463,6 +487,7 @@ int il_ring_send_plan(Engine* e, const FrameHeader* header, const char* body, ui
   FrameHeader* frame = e->request(e->written);
   std::memcpy(payload(frame), body, bytes);
   std::memcpy(&frame->kind, &header->kind, sizeof(FrameHeader) - sizeof(frame->word));
+  std::memcpy(e->trace, header->trace, sizeof(e->trace));
   e->publish(frame);
   return kOk;
 }

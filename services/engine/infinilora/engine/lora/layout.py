@@ -44,7 +44,7 @@ class Layout:
         self.spans = tuple(_spans(self.rows))
         self.num_rows = self.rows[-1].row_start + self.rows[-1].rows if rows else 0
         self._ranges: dict[tuple[int, Site], tuple[Range, ...]] = {}
-        self._has_scales = any(segment.lease.scales is not None for segment in self.rows)
+        self.has_scales = any(segment.lease.scales is not None for segment in self.rows)
         self._scaled: dict[tuple[int, Site], tuple[ScaledRows, ...]] = {}
 
     def ranges(self, layer: int, site: Site) -> tuple[Range, ...]:
@@ -57,7 +57,7 @@ class Layout:
 
     def scaled(self, layer: int, site: Site) -> tuple[ScaledRows, ...]:
         """The rows whose adapter scales the base's output at a site; most steps have none anywhere."""
-        if not self._has_scales:
+        if not self.has_scales:
             return ()
         known = self._scaled.get((layer, site))
         if known is None:

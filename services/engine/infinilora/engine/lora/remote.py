@@ -12,17 +12,15 @@ same one when it is back. A step that waited on it gets StepLost and is run agai
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from infinilora.engine.lora.book import LeaseBook
+from infinilora.engine.lora.calls import Part, RemoteTicket, StepCalls
 from infinilora.engine.lora.choose import Group, choose_group
-from infinilora.engine.lora.deadlines import RunningP99, site_deadline_s
+from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink, Identity, open_link
 from infinilora.engine.lora.interface import (
     AdapterRows,
@@ -35,10 +33,9 @@ from infinilora.engine.lora.interface import (
     Ticket,
 )
 from infinilora.engine.lora.layout import Layout, Span
-from infinilora.engine.lora.scales import ScaledRows, column_scales, read_scale, scale_rows
-from infinilora.link import ports
+from infinilora.engine.lora.scales import column_scales, read_scale, scale_rows
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
-from infinilora.link.frame import NO_TRACE, PlanSegment, column_slices
+from infinilora.link.frame import NO_TRACE, PlanSegment
 from infinilora.link.open import LinkSettings
 from infinilora.pool.bind import TORCH_DTYPES
 from infinilora.protocol import lora_pb2
@@ -50,47 +47,26 @@ from infinilora.runtime.rpc import Channels, Message
 
 logger = logging.getLogger(__name__)
 
+KEPT_CALLS = 4
+"""Sets of rows whose calls are kept ready: a step's, those of the rows it samples from, and some to come back to."""
+
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 0.5
 
 
 class RemotePlan:
-    """One step: its layout, and for each span the link it goes over (None: that link was gone at the start)."""
+    """One step over links."""
 
-    def __init__(self, step_id: int, layout: Layout, links: tuple[GroupLink | None, ...]) -> None:
+    def __init__(self, step_id: int, calls: StepCalls) -> None:
         self.step_id = step_id
-        self.layout = layout
-        self.links = links
+        self.calls = calls
 
     @property
     def num_rows(self) -> int:
-        return self.layout.num_rows
+        return self.calls.layout.num_rows
 
     def adapts(self, layer: int, site: Site) -> bool:
-        return bool(self.layout.ranges(layer, site))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The rows of one span on their way; `ticket` None: they never left."""
-
-    span: Span
-    rows: slice
-    link: GroupLink | None = None
-    ticket: ports.Ticket | None = None
-    columns: slice | None = None
-    """Of y, where a row is asked for slice by slice."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteTicket:
-    """A site call on its way to one or more groups."""
-
-    site: Site
-    parts: tuple[_Part, ...]
-    sent_at: float
-    layer: int
-    scaled: tuple[ScaledRows, ...] = ()
+        return bool(self.calls.layout.ranges(layer, site))
 
 
 class RemoteLora:
@@ -118,8 +94,8 @@ class RemoteLora:
         self._placement: Placement | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fleet_changed = asyncio.Event()
-        self._p99 = {site: RunningP99() for site in Site}
-        self._layout = Layout(())
+        self._clocks = {site: SiteClock() for site in Site}
+        self._recent: list[StepCalls] = []
         self._steps = 0
         self._open_plans = 0
 
@@ -263,6 +239,7 @@ class RemoteLora:
             if self._links.get(link.group) is not link:
                 return
             del self._links[link.group]
+            self._recent = []  # what holds its memory
             self._book.group_lost(link.group)
         link.die(reason)
         self._wake_loop()
@@ -289,24 +266,26 @@ class RemoteLora:
     def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> StepPlan | None:
         if not rows:
             return None
-        if self._layout.rows != tuple(rows):
-            self._layout = Layout(rows)
         self._steps += 1
         self._open_plans += 1
-        with self._lock:
-            links = {span.group: self._links.get(span.group) for span in self._layout.spans}
-        for group, link in links.items():
-            if link is not None and not self._send_plan(link, trace or NO_TRACE):
-                links[group] = None
-        return RemotePlan(self._steps, self._layout, tuple(links[span.group] for span in self._layout.spans))
+        calls = self._calls_of(tuple(rows))
+        gone = {link for link, segments in calls.plans if not self._send_plan(link, segments, trace or NO_TRACE)}
+        return RemotePlan(self._steps, calls.without(gone) if gone else calls)
 
-    def _send_plan(self, link: GroupLink, trace: bytes) -> bool:
-        segments = [
-            PlanSegment(s.row_start, s.rows, s.lease.slot, s.lease.slot_generation)
-            for span in self._layout.spans
-            if span.group == link.group
-            for s in span.segments
-        ]
+    def _calls_of(self, rows: tuple[AdapterRows, ...]) -> StepCalls:
+        """Those of the last step with these rows, as long as its links are the ones of now."""
+        recent = self._recent
+        last = next((calls for calls in recent if calls.layout.rows == rows), None)
+        layout = Layout(rows) if last is None else last.layout
+        with self._lock:
+            links = tuple(self._links.get(span.group) for span in layout.spans)
+        calls = last if last is not None and last.links == links else None
+        if calls is None:
+            calls = StepCalls(layout, links, self._geometry, self._clocks, self._dtype)
+        self._recent = [calls, *(other for other in recent if other is not last)][:KEPT_CALLS]
+        return calls
+
+    def _send_plan(self, link: GroupLink, segments: Sequence[PlanSegment], trace: bytes) -> bool:
         try:
             link.end.send_plan(self._steps, segments, trace=trace)
         except LinkError as error:
@@ -318,52 +297,28 @@ class RemoteLora:
         self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
     ) -> Ticket | None:
         assert isinstance(plan, RemotePlan)
-        ranges = plan.layout.ranges(layer, site)
-        if not ranges:
-            return None
-        out_cols = self._geometry[layer, site].out_dim
-        if site is Site.MOE_GATE_UP and routing is not None:
-            out_cols *= routing.topk_ids.shape[1]
-        parts: list[_Part] = []
-        for found in ranges:
-            span, rows, link = plan.layout.spans[found.span], slice(found.start, found.stop), plan.links[found.span]
-            if link is None:
-                parts.append(_Part(span, rows))
-            elif site is Site.LM_HEAD:
-                parts += _slices(plan, layer, x[rows], out_cols, _Part(span, rows, link))
-            else:
-                sent, ids = x[rows], None if routing is None else routing.topk_ids[rows]
-                if site is Site.EMBED:
-                    sent, ids = torch.empty(len(sent), 0, dtype=self._dtype), sent
-                ticket = link.end.submit(
-                    plan.step_id,
-                    layer,
-                    site,
-                    sent,
-                    out_cols,
-                    row_start=found.start,
-                    topk_ids=ids,
-                    topk_weights=None if routing is None or site is not Site.MOE_DOWN else routing.topk_weights[rows],
-                )
-                parts.append(_Part(span, rows, link, ticket))
-        return RemoteTicket(site, tuple(parts), time.monotonic(), layer, plan.layout.scaled(layer, site))
+        call = plan.calls.find(layer, site, x, routing)
+        return None if call is None else call.send(plan.step_id, layer, x, routing)
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
         if ticket is None:
             return
         assert isinstance(ticket, RemoteTicket)
-        scale_rows(ticket.scaled, ticket.layer, ticket.site, y)
-        p99 = self._p99[ticket.site]
-        for part in ticket.parts:
-            rows = y[part.rows]
-            self._wait(part, rows if part.columns is None else rows[:, part.columns], site_deadline_s(p99.value))
-        p99.add(time.monotonic() - ticket.sent_at)
+        call, clock = ticket.call, ticket.call.clock
+        if call.under_way is not ticket:
+            raise StepLost(call.digests, "its step is over, or its delta was added already")
+        if call.layout.has_scales:
+            scale_rows(call.layout.scaled(ticket.layer, call.site), ticket.layer, call.site, y)
+        for part in call.parts:
+            clock.took_s.append(self._wait(part, y, clock.deadline_s))
+        call.under_way = None
 
-    def _wait(self, part: _Part, y: Tensor, deadline_s: float) -> None:
+    def _wait(self, part: Part, y: Tensor, deadline_s: float) -> float:
+        """Add one part's delta to y; the seconds it took. Raises StepLost."""
         if part.link is None or part.ticket is None:
             raise StepLost(part.span.digests, f"the link to group {part.span.group} was gone")
         try:
-            part.link.end.wait(part.ticket, y, deadline_s=deadline_s, add=True)
+            return part.link.end.wait(part.ticket, y, deadline_s=deadline_s, add=True)
         except LinkRefused as error:
             self._ask_again(part.span, error)
             raise StepLost(part.span.digests, error.message) from error
@@ -386,8 +341,11 @@ class RemoteLora:
     def end(self, plan: StepPlan) -> None:
         assert isinstance(plan, RemotePlan)
         self._open_plans -= 1
-        for link in {link for link in plan.links if link is not None}:
+        plan.calls.end()
+        for link, _ in plan.calls.plans:
             link.end.abandon()
+        for clock in self._clocks.values():
+            clock.catch_up()
 
     def close(self) -> None:
         """End every link. `run` is cancelled by whoever spawned it."""
@@ -402,21 +360,3 @@ class RemoteLora:
         with self._lock:
             waiting = {name: link.end.num_outstanding for name, link in self._links.items()}
         assert not any(waiting.values()), f"site calls were never waited for: {waiting}"
-
-
-def _slices(plan: RemotePlan, layer: int, x: Tensor, out_cols: int, part: _Part) -> Iterator[_Part]:
-    """Submit a site call of lm_head: a row as wide as the vocabulary may not fit a buffer, so it comes in slices."""
-    assert part.link is not None
-    end = part.link.end
-    slices = column_slices(out_cols, x.element_size(), end.buffer_bytes)
-    for first, stop in slices:
-        ticket = end.submit(
-            plan.step_id,
-            layer,
-            Site.LM_HEAD,
-            x,
-            stop - first,
-            row_start=part.rows.start,
-            out_slice=(first, stop) if len(slices) > 1 else (0, 0),
-        )
-        yield replace(part, ticket=ticket, columns=slice(first, stop))

@@ -1,0 +1,182 @@
+"""The site calls of a step over links: made ready once for a set of rows, and sent in every step that has them.
+
+    StepCalls   rows and links that stay the same from step to step
+    SiteCall    one site of it, for every layer where the same rows are adapted: a part for each span and slice
+    Part        one prepared ticket of one link
+
+A decode step repeats the shapes of the one before it, so that a call is little more than two native calls: what
+is checked and laid out once is not checked again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from infinilora.engine.lora.deadlines import SiteClock
+from infinilora.engine.lora.grouplink import GroupLink
+from infinilora.engine.lora.interface import Routing
+from infinilora.engine.lora.layout import Layout, Range, Span
+from infinilora.link import ports
+from infinilora.link.ends import dtype_code
+from infinilora.link.frame import Flag, Header, Kind, PlanSegment, column_slices
+from infinilora.protocol.adapter import Site, SiteGeometry
+from infinilora.protocol.ids import Digest
+
+_NUM_SITES = max(Site) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The rows of one span, or a slice of their columns; `ticket` None: that link was gone at the start."""
+
+    span: Span
+    link: GroupLink | None
+    ticket: ports.Ticket | None
+
+
+@dataclass(slots=True, eq=False)
+class RemoteTicket:
+    """A site call on its way to one or more groups. Good for one `add` within its step."""
+
+    call: "SiteCall"
+    layer: int
+
+
+class SiteCall:
+    """Rows of a step at one site. `under_way` is the ticket that may still be added: one at a time."""
+
+    def __init__(self, layout: Layout, site: Site, parts: Sequence[Part], clock: SiteClock, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.site = site
+        self.parts = tuple(parts)
+        self.clock = clock
+        self.under_way: RemoteTicket | None = None
+        self._dtype = dtype
+
+    @property
+    def digests(self) -> frozenset[Digest]:
+        return frozenset().union(*(part.span.digests for part in self.parts))
+
+    def send(self, step_id: int, layer: int, x: Tensor, routing: Routing | None) -> RemoteTicket:
+        """Send x [T, ...] as it is to every link that has a part. Never waits."""
+        ids = weights = None
+        if routing is not None:
+            ids, weights = routing.topk_ids, routing.topk_weights if self.site is Site.MOE_DOWN else None
+        elif self.site is Site.EMBED:
+            x, ids = torch.empty(len(x), 0, dtype=self._dtype), x
+        ticket = self.under_way = RemoteTicket(self, layer)
+        for part in self.parts:
+            if part.link is not None and part.ticket is not None:
+                part.link.end.send(part.ticket, step_id, layer, x, ids, weights)
+        return ticket
+
+
+class StepCalls:
+    """The calls of one layout over one set of links: `links[n]` carries span n (None: there is none)."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        links: tuple[GroupLink | None, ...],
+        geometry: Mapping[tuple[int, Site], SiteGeometry],
+        clocks: Mapping[Site, SiteClock],
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self.links = links
+        self.plans = _plans(layout, links)
+        self._geometry = geometry
+        self._clocks = clocks
+        self._dtype = dtype
+        self._found: dict[int, SiteCall | None] = {}
+        self._shared: dict[tuple[object, ...], SiteCall] = {}
+        self._extra: list[SiteCall] = []
+
+    def find(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> SiteCall | None:
+        """A call that may be sent; None where no row is adapted. x and routing say the widths when it is new."""
+        at = layer * _NUM_SITES + site
+        call = self._found[at] if at in self._found else self._find(layer, site, x, routing)
+        if call is None or call.under_way is None:
+            return call
+        self._extra.append(self._make(layer, site, self.layout.ranges(layer, site), x, routing))
+        return self._extra[-1]
+
+    def without(self, gone: set[GroupLink]) -> "StepCalls":
+        """The same rows without some of the links."""
+        links = tuple(None if link in gone else link for link in self.links)
+        return StepCalls(self.layout, links, self._geometry, self._clocks, self._dtype)
+
+    def end(self) -> None:
+        """The step is over: none of its tickets is added any more."""
+        for call in chain(self._shared.values(), self._extra):
+            call.under_way = None
+        self._extra.clear()
+
+    def _find(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> SiteCall | None:
+        ranges = self.layout.ranges(layer, site)
+        call = None
+        if ranges:
+            key = (site, ranges, self._geometry[layer, site].out_dim, x.shape[1:], x.dtype)
+            call = self._shared.get(key)
+            if call is None:
+                call = self._shared[key] = self._make(layer, site, ranges, x, routing)
+        self._found[layer * _NUM_SITES + site] = call
+        return call
+
+    def _make(self, layer: int, site: Site, ranges: Sequence[Range], x: Tensor, routing: Routing | None) -> SiteCall:
+        shape = self._shape(layer, site, x, routing)
+        parts: list[Part] = []
+        for found in ranges:
+            span, link = self.layout.spans[found.span], self.links[found.span]
+            if link is None:
+                parts.append(Part(span, None, None))
+                continue
+            rows = shape._replace(row_start=found.start, rows=found.stop - found.start)
+            parts += [Part(span, link, ticket) for ticket in _tickets(link, rows)]
+        return SiteCall(self.layout, site, parts, self._clocks[site], self._dtype)
+
+    def _shape(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> Header:
+        """What all rows of a call have in common; on the link a row is flat."""
+        out_cols, in_cols, dtype = self._geometry[layer, site].out_dim, x.shape[1:].numel(), x.dtype
+        topk, flags = (0, 0) if routing is None else (routing.topk_ids.shape[1], Flag.HAS_IDS)
+        if site is Site.MOE_GATE_UP:
+            out_cols *= max(topk, 1)
+        elif site is Site.MOE_DOWN and routing is not None:
+            flags |= Flag.HAS_WEIGHTS
+        elif site is Site.EMBED:
+            in_cols, dtype, topk, flags = 0, self._dtype, in_cols, Flag.HAS_IDS
+        return Header(
+            kind=Kind.SITE,
+            flags=flags,
+            site=site,
+            in_cols=in_cols,
+            out_cols=out_cols,
+            topk=topk,
+            dtype=dtype_code(dtype),
+        )
+
+
+def _tickets(link: GroupLink, shape: Header) -> list[ports.Ticket]:
+    """A row of lm_head, as wide as the vocabulary, may not fit a buffer: it comes in slices then."""
+    end, at = link.end, shape.row_start
+    slices = column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
+    if shape.site != Site.LM_HEAD or len(slices) == 1:
+        return [end.prepare(shape, at=at)]
+    return [
+        end.prepare(shape._replace(out_cols=stop - first, out_begin=first, out_end=stop), at=at, out_at=first)
+        for first, stop in slices
+    ]
+
+
+def _plans(layout: Layout, links: Sequence[GroupLink | None]) -> list[tuple[GroupLink, list[PlanSegment]]]:
+    """What each link is told at the start of a step: which of its rows belong to which tenancy."""
+    plans: dict[GroupLink, list[PlanSegment]] = {}
+    for span, link in zip(layout.spans, links, strict=True):
+        if link is not None:
+            plans.setdefault(link, []).extend(
+                PlanSegment(s.row_start, s.rows, s.lease.slot, s.lease.slot_generation) for s in span.segments
+            )
+    return list(plans.items())
