@@ -1,5 +1,6 @@
 """Whatever is wrong with an adapter's bytes, it is refused by name or packed exactly; nothing else ever happens."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +100,22 @@ def test_noise_is_refused(config: bytes, tensors: bytes) -> None:
 
 def test_the_good_adapter_is_served(good: Files) -> None:
     assert served(good.config, good.tensors)
+
+
+@pytest.mark.parametrize(
+    "metadata", [b'{"f\xffrmat":"pt"}', b'{"format":"p\x01"}', b'{"format":1}', b'["pt"]'], ids=repr
+)
+def test_metadata_that_is_no_table_of_texts_is_refused(good: Files, metadata: bytes) -> None:
+    entries = json.loads(good.tensors[8 : good.header_end])
+    entries.pop("__metadata__", None)
+
+    def header(metadata: bytes) -> bytes:
+        text = b'{"__metadata__":' + metadata + b"," + json.dumps(entries).encode()[1:]
+        return len(text).to_bytes(8, "little") + text
+
+    data = good.tensors[good.header_end :]
+    assert served(good.config, header(b'{"format":"pt"}') + data)
+    assert not served(good.config, header(metadata) + data)
 
 
 def test_nesting_without_end_is_refused(good: Files) -> None:

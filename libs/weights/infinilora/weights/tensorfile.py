@@ -137,8 +137,10 @@ def _map(path: Path) -> Array:
 
 def _entries(file: str, header: bytes) -> dict[str, TensorInfo]:
     try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
+        # A text first: what a decoder skips it does not look into.
+        entries = msgspec.json.decode(header.decode(), type=dict[str, msgspec.Raw])
+        if metadata := entries.pop("__metadata__", None):
+            msgspec.json.decode(metadata, type=dict[str, str] | None)
         _check_names(file, entries)
         return {name: msgspec.json.decode(raw, type=TensorInfo) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
