@@ -7,7 +7,7 @@ it reads the files for itself.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def _read(directory: Path, card: BaseCard) -> Deltas:
         if module in deltas:
             raise NoMeaning(f"{module} is adapted twice")
         deltas[module] = delta
-    reader.demand_every_layer(deltas, old_mixtral=any(".block_sparse_moe." in name for name in pairs))
+    reader.demand_every_layer(deltas, pairs)
     return deltas
 
 
@@ -166,16 +166,22 @@ class _Reader:
             for row, part in self._cut(rows, scale_of(self._config, name) * bias):
                 yield f"{row}.bias", part
 
-    def demand_every_layer(self, deltas: Deltas, *, old_mixtral: bool) -> None:
-        """A layer that the config adapts and the file is silent about is a broken save, not an adapter."""
+    def demand_every_layer(self, deltas: Deltas, names: Collection[str]) -> None:
+        """A layer that the config adapts and the file is silent about is a broken save, not an adapter.
+
+        `names`: the modules as the file calls them. A joined or stacked module is one that the trainer's model had
+        only where they tell so, in any layer; a parameter is one where the config says so.
+        """
+        old_mixtral, kinds = any(".block_sparse_moe." in name for name in names), set(map(_kind, names))
         seen = {self._base[module.removesuffix(".bias")].layer for module in deltas if ".layers." in module}
         for module, projection in self._base.items():
             if ".layers." not in module or projection.layer in seen:
                 continue
-            names = list(self._trainers_names(module, old_mixtral=old_mixtral))
-            if self._is_any_excluded(names):
+            single, *others = self._trainers_names(module, old_mixtral=old_mixtral)
+            modules = [single, *(name for name in others if _kind(name) in kinds)]
+            if any(is_excluded(self._config.get("exclude_modules"), name) for name in modules):
                 continue
-            if any(self._is_targeted(name) for name in names):
+            if self._is_adapted(modules, parameters=[f"{single}.weight", *others]):
                 raise NoMeaning(f"layer {projection.layer} is targeted ({module}) and absent")
 
     def _card_name(self, name: str) -> str:
@@ -185,24 +191,22 @@ class _Reader:
         return f"{parent}.{_MIXTRAL.get(leaf, leaf)}".replace(".block_sparse_moe.", ".mlp.")
 
     def _trainers_names(self, module: str, *, old_mixtral: bool) -> Iterator[str]:
-        """What the trainer's model calls the module, and the joined module or parameter that may hold it there."""
+        """What the trainer's model calls the module, and joined modules or parameters that may hold it there."""
         parent, _, leaf = module.rpartition(".")
         if old_mixtral and ".mlp." in module:
             yield from _names_in_old_mixtral(parent, leaf)
             return
         yield module
-        yield f"{module}.weight"
         yield from (f"{parent}.{joined}" for joined, parts in _JOINED.items() if leaf in parts)
         if expert := re.fullmatch(r"(.+\.experts)\.\d+", parent):
             yield f"{expert[1]}.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}"
 
-    def _is_any_excluded(self, names: Sequence[str]) -> bool:
-        return any(is_excluded(self._config.get("exclude_modules"), name) for name in names)
-
-    def _is_targeted(self, name: str) -> bool:
+    def _is_adapted(self, modules: Sequence[str], parameters: Sequence[str]) -> bool:
         if names_no_targets(self._config):
             return False
-        return targets_module(self._config, name) or targets_parameter(self._config, name)
+        return any(targets_module(self._config, name) for name in modules) or any(
+            targets_parameter(self._config, name) for name in parameters
+        )
 
     def _demand_cover(self, name: str) -> None:
         if not (
@@ -317,10 +321,14 @@ def _names_in_old_mixtral(parent: str, leaf: str) -> Iterator[str]:
     leaf = {new: old for old, new in _MIXTRAL.items()}.get(leaf, leaf)
     parent = parent.replace(".mlp", ".block_sparse_moe")
     yield f"{parent}.{leaf}"
-    yield f"{parent}.{leaf}.weight"
     if expert := re.fullmatch(r"(.+)\.experts\.\d+", parent):
         yield f"{expert[1]}.{leaf}"
         yield f"{expert[1]}.experts.{leaf}"
+
+
+def _kind(name: str) -> str:
+    """A module's name in any layer, of any expert."""
+    return re.sub(r"\.\d+\.", ".#.", name)
 
 
 def _demand_shapes(name: str, a: Array, b: Array, a_shape: tuple[int, int], b_shape: tuple[int, int]) -> None:
