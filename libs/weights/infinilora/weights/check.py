@@ -16,6 +16,7 @@ from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
 from infinilora.weights.dora import dora_parts, scaled_factors
 from infinilora.weights.facts import Facts
+from infinilora.weights.idle import idle_warning
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.places import Found, PartKey, Places, Scaled
@@ -68,7 +69,7 @@ def plan_adapter(
         num_layers=card.num_layers,
         dtype=kind,
         sites=sites,
-        notes=(*warning_of(absent), *notes),
+        notes=(*warning_of(absent), *idle_warning(adapter.tensors, sites), *notes),
         absent=absent,
     )
 
