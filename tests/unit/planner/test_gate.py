@@ -1,6 +1,7 @@
 """The admission curve against requests played one by one, and what strict order does to such a pool."""
 
 import random
+from collections.abc import Callable
 from statistics import mean
 
 import numpy as np
@@ -40,7 +41,9 @@ def exponential(dice: random.Random) -> float:
 
 @pytest.mark.parametrize("residence", [two_kinds, exponential])
 @pytest.mark.parametrize(("in_flight", "capacity"), [(20.0, 40), (20.0, 55), (60.0, 100)])
-def test_the_curve_is_what_arrivals_find_whatever_the_residence(residence, in_flight: float, capacity: int) -> None:
+def test_the_curve_is_what_arrivals_find_whatever_the_residence(
+    residence: Callable[[random.Random], float], in_flight: float, capacity: int
+) -> None:
     weights, sizes = zipf(60, 1.0), np.resize(np.array([1, 2, 5], dtype=np.int64), 60)
     want = 1 - curve(weights * in_flight, sizes).refused_with(capacity)
     got = share_with_room(
