@@ -24,6 +24,7 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "r16-all": (16, (*ATTENTION, *MLP, "w1", "w2", "w3")),
     "r64-mlp": (64, (*MLP, "w1", "w2", "w3")),
     "r6-outer": (6, ("lm_head", "embed_tokens", "shared_expert_gate")),
+    "r5-dora": (5, ("q_proj", "k_proj", "o_proj", "lm_head", "shared_expert_gate")),
 }
 
 
@@ -40,7 +41,7 @@ def make_adapters(root: Path, checkpoint: Path, oracle: Oracle, prompt: list[int
     for seed, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
         path = root / name
         for std in (0.1, 0.15, 0.25, 0.4):
-            write_adapter(path, checkpoint, rank=rank, targets=targets, seed=seed, std=std)
+            write_adapter(path, checkpoint, rank=rank, targets=targets, seed=seed, std=std, dora="dora" in name)
             if oracle.effect(prompt, path) >= EFFECT_FLOOR:
                 break
         assert oracle.effect(prompt, path) >= EFFECT_FLOOR

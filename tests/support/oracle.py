@@ -53,7 +53,7 @@ class Oracle:
 
     @contextmanager
     def merged(self, adapter: Path | None) -> Iterator[None]:
-        """W += scale * B @ A for each pair of the adapter's file, and back."""
+        """W += scale * B @ A for each pair of the adapter's file, then each row to its magnitude if any, and back."""
         if adapter is None:
             yield
             return
@@ -64,6 +64,9 @@ class Oracle:
             saved.setdefault(name, params[name].detach().clone())
             target = params[name].data if expert is None else params[name].data[expert]
             target[rows] += delta
+        for module, magnitudes in lengths(adapter):
+            weight = params[f"{module}.weight"].data
+            weight *= (magnitudes / weight.norm(dim=1))[:, None]
         try:
             yield
         finally:
@@ -100,6 +103,13 @@ def deltas(adapter: Path) -> Iterator[tuple[str, Tensor]]:
             yield stem.removeprefix("base_model.model."), scale * (b @ tensors[key].float()).T
 
 
+def lengths(adapter: Path) -> Iterator[tuple[str, Tensor]]:
+    """(module name, the lengths that its rows are to have) of a DoRA file, in fp32."""
+    for key, magnitudes in load_file(adapter / "adapter_model.safetensors").items():
+        if key.endswith(".lora_magnitude_vector"):
+            yield key.removesuffix(".lora_magnitude_vector").removeprefix("base_model.model."), magnitudes.float()
+
+
 def module_shapes(model_dir: Path, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """(out, in) of each module of a checkpoint whose last name is a target, by the names on disk (per expert)."""
     shapes: dict[str, tuple[int, int]] = {}
@@ -123,8 +133,9 @@ def write_adapter(
     std: float = 0.1,
     alpha: float | None = None,
     dtype: torch.dtype = torch.float32,
+    dora: bool = False,
 ) -> Path:
-    """A random adapter as PEFT writes it: neither A nor B is zero."""
+    """A random adapter as PEFT writes it: neither A nor B is zero, and no magnitude (`dora`) is the row's own."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for module, (n_out, n_in) in sorted(module_shapes(model_dir, targets).items()):
@@ -133,6 +144,8 @@ def write_adapter(
             wide, high, halves = n_out, n_in, ("lora_embedding_A", "lora_embedding_B")
         tensors[f"{stem}.{halves[0]}"] = torch.randn(rank, wide, generator=generator).mul_(std).to(dtype)
         tensors[f"{stem}.{halves[1]}"] = torch.randn(high, rank, generator=generator).mul_(std).to(dtype)
+        if dora:
+            tensors[f"{stem}.lora_magnitude_vector"] = torch.rand(high, generator=generator).add_(0.5).to(dtype)
     assert tensors, f"no module of {model_dir} is named one of {targets}"
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -145,7 +158,7 @@ def write_adapter(
         "target_modules": list(targets),
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": dora,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "lora_dropout": 0.0,
