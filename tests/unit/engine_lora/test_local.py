@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LoraBackend, Routing, StepLost
 from infinilora.engine.lora.local import LocalLora
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.pool.pool import AdapterPool, LeaseState, PoolConfig
+from infinilora.pool.scales import SiteScale
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
@@ -195,3 +196,31 @@ def test_the_second_holder_keeps_the_lease_when_the_first_lets_go(coupled: Calla
         house.lora.check()
     house.lora.drop(a.digest)
     house.lora.check()
+
+
+def test_another_tenancy_of_a_digest_is_another_lease_with_its_own_scales(
+    coupled: Callable[[BaseCard], Coupled],
+) -> None:
+    lora = coupled(CARD).lora
+    masks, leases = (1 << Site.QKV, 0, 0), []
+    for generation in (1, 1, 2):
+        scale = SiteScale(0, Site.QKV, torch.full((64,), float(generation)))
+        lora._changed(
+            LeaseState(
+                MISSING,
+                slot=0,
+                slot_generation=generation,
+                layer_sites=masks,
+                layers_ready=3,
+                scaled_sites=masks,
+                scales=(scale,),
+            )
+        )
+        lease = lora.view(MISSING).lease
+        assert lease is not None
+        assert lease.scales is not None
+        leases.append(lease)
+    assert leases[0] == leases[1], "news of one tenancy make no new layout"
+    assert leases[2].slot_generation == 2
+    factors = [lease.scales.on(0, Site.QKV, torch.device("cpu")) for lease in leases if lease.scales]
+    assert [float(each[0]) for each in factors if each is not None] == [1.0, 1.0, 2.0]
