@@ -6,7 +6,7 @@ The base is a set of random matrices here, and its answers are computed by the d
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,11 +22,11 @@ from infinilora.weights.factsfile import AnswerHead, Question, answer_bytes
 from infinilora.weights.ingest import EXACT, run
 from infinilora.weights.packed import packed_ranges, part_arrays, part_biases, part_colscales, read_header, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
-from infinilora.weights.plan import AdapterPlan, Dora, PartPlan
+from infinilora.weights.plan import AdapterPlan, Dora, Factor, PartPlan
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import self_test
 from infinilora.weights.synth import write_peft_adapter, write_tensors
-from infinilora.weights.tensorfile import Array, open_tensors
+from infinilora.weights.tensorfile import Array, TensorFile, open_tensors
 from support.cards import make_card
 
 CARD = make_card("llama", heads=4, kv_heads=1, head_dim=6, hidden=24, intermediate=31, vocab_size=40, outer=True)
@@ -328,6 +328,38 @@ def test_the_self_test_sees_a_wrong_vector(fault: str, tmp_path: Path) -> None:
     found = self_test(source, CARD, tmp_path / "wrong", told)
     assert found.error > 1e-4
     assert "layer 0 site qkv" in found.where
+
+
+class Undone(NamedTuple):
+    """A B of the file, times what undoes a wrong factor."""
+
+    bt: Factor
+    ratio: float
+
+    @property
+    def tensor(self) -> str:
+        return self.bt.tensor
+
+    def read(self, file: TensorFile, /) -> Array:
+        values: Array = self.bt.read(file).astype(np.float32) * np.float32(self.ratio)
+        return values
+
+
+def test_the_self_test_sees_a_wrong_column_scale_beside_a_right_delta(tmp_path: Path) -> None:
+    source = dora(tmp_path / "a", targets=["up_proj"])
+    told = answers(asked(source), tmp_path / "facts")
+    plan = plan_adapter(read_adapter(source), CARD, facts=Facts(CARD, told))
+    (part,) = plan.sites[0].parts
+    (pair,) = part.pairs
+    assert part.dora is not None
+    assert pair is not None
+    wrong = replace(part, pairs=(replace(pair, bt=Undone(pair.bt, 0.5)),), dora=Dora(2 * part.dora.factors, None))
+    sites = (type(plan.sites[0])(plan.sites[0].geometry, (wrong,)), *plan.sites[1:])
+    with (tmp_path / "wrong").open("wb") as file:
+        write_packed(replace(plan, sites=sites), file)
+    found = self_test(source, CARD, tmp_path / "wrong", told)
+    assert found.error == pytest.approx(1.0)
+    assert found.where == "layer 0 site gate_up part up column scale"
 
 
 def test_the_self_test_knows_no_lengths_but_those_of_the_files_own_pair(tmp_path: Path) -> None:
