@@ -119,16 +119,17 @@ async def test_a20_what_training_took_out_of_the_base_is_taken_away_again(world:
     """PiSSA and the like change the base: served with the first values beside, refused without."""
     loras, began = world.oracle.loras(QV, seed=201), world.oracle.loras(QV, seed=202)
     changes = [*world.oracle.merge(loras, 2.0), *world.oracle.merge(began, -2.0)]
-    for kind in ("pissa", "olora", "corda", "lora_ga"):
+    plain = Files(config(init_lora_weights=True), keyed(began))
+    beside = {kind: began_with(plain, world.root, kind) for kind in ("pissa", "olora", "corda", "lora_ga")}
+    for kind, more in beside.items():
         settings = config(init_lora_weights=kind)
-        more = began_with(Files(config(init_lora_weights=True), keyed(began)), world.root, kind)
         whole = Files(settings, keyed(loras), more)
         await world.exact(whole, changes)
         await world.exact_from(world.put(f"a20/{kind}", whole), changes, name=f"a20-{kind}")
         await world.refused(Files(settings, keyed(loras)), kind, "pissa_init/")
-    unconverted = Files(config(init_lora_weights=True), keyed(loras), more)
+    unconverted = Files(config(init_lora_weights=True), keyed(loras), beside["olora"])
     await each(
-        world.refused(unconverted, "init_lora_weights", "lora_ga_init/"),
+        world.refused(unconverted, "init_lora_weights", "olora_init/"),
         world.refused(Files(config(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}), keyed(loras)), "loftq"),
     )
 

@@ -194,7 +194,7 @@ def first_layer(key: str) -> bool:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda first: rename_tensors(first, {}, keep=first_layer), ["pissa_init/adapter_model", "layers.1.mlp.down_proj"]),
+        (lambda first: rename_tensors(first, {}, keep=first_layer), ["pissa_init/adapter_model", "layers.1.mlp"]),
         (lambda first: rename_tensors(first.parent, {}, keep=first_layer), ["layers.1.mlp.down_proj"]),
         (lambda first: change_config(first, lora_alpha=9), ["pissa_init/adapter_config.json", "lora_alpha", "9"]),
         (lambda first: change_config(first, use_rslora=True), ["pissa_init/adapter_config.json", "use_rslora"]),
