@@ -128,7 +128,12 @@ def test_the_picture_shows_the_curve_and_both_marks(tmp_path: Path) -> None:
         ({"adapters": "2000000"}, "--adapters: found 2000000; wanted 1000000 at most"),
         ({"zipf": "-1"}, "--zipf: found -1.0; wanted a number, 0 or more"),
         ({"zipf": "nan"}, "--zipf: found nan; wanted a number, 0 or more"),
-        ({"rate": None}, "--rate: found 0; wanted a number above 0"),
+        ({"rate": None}, "--rate: found 0; wanted a number above 0, 1e+12 at most"),
+        ({"rate": "1e300"}, "--rate: found 1e+300; wanted a number above 0, 1e+12 at most"),
+        ({"rate": "1e12", "residence": "1e12"}, "--slo-ttft: found 0.25 s; wanted "),
+        ({"rank": "9" * 30}, "--rank: found adapters of "),
+        ({"gpu_bytes": "1e300"}, "--gpu-bytes: found 1e+300; wanted a number above 0, 4.61e+18 at most"),
+        ({"engines": "9" * 30}, "--engines: found 1e+30; wanted a number from 0 to 1e+12"),
         ({"rate": "inf"}, "--rate: found inf; wanted a number above 0"),
         ({"residence": "-6"}, "--residence: found -6; wanted a number above 0"),
         ({"rank": None}, "--rank: found ''; wanted a whole number, 1 or more, or several with commas"),
@@ -138,14 +143,14 @@ def test_the_picture_shows_the_curve_and_both_marks(tmp_path: Path) -> None:
         ({"targets": "mlp"}, "--targets: found mlp; wanted something that qwen3-30b-a3b has"),
         ({"dtype": "INT4"}, "--dtype: found 'INT4'; wanted one of BF16, F16, F32"),
         ({"iar": "1"}, "--iar: found 1; wanted a share between 0 and 1, both excluded"),
-        ({"margin": "-0.1"}, "--margin: found -0.1; wanted a number, 0 or more"),
+        ({"margin": "-0.1"}, "--margin: found -0.1; wanted a number from 0 to 1e+12"),
         ({"slo_ttft": "0"}, "--slo-ttft: found 0; wanted a number above 0"),
         ({"slo_ttft": "0.01"}, "--slo-ttft: found 0.01 s; wanted 0."),
         ({"slo_tpot": "0.02"}, "--slo-tpot: found 0.02 s; wanted 0.0"),
         ({"gpu_bytes": "1e6"}, "--gpu-bytes: found 1000000 bytes on a GPU; wanted more"),
-        ({"gpu_price": "-2"}, "--gpu-price: found -2; wanted a number, 0 or more"),
-        ({"engines": "-1"}, "--engines: found -1; wanted a number, 0 or more"),
-        ({"spare_groups": "-1"}, "--spare-groups: found -1; wanted a number, 0 or more"),
+        ({"gpu_price": "-2"}, "--gpu-price: found -2; wanted a number from 0 to 1e+12"),
+        ({"engines": "-1"}, "--engines: found -1; wanted a number from 0 to 1e+12"),
+        ({"spare_groups": "-1"}, "--spare-groups: found -1; wanted a number from 0 to 1e+12"),
         ({"cold_from": "tape"}, "--cold-from: found 'tape'; wanted host or store"),
         ({"constants": "/nowhere.json"}, "--constants: found /nowhere.json, No such file or directory"),
         ({"picture": "iar.png"}, "--picture: found iar.png; wanted a name that ends in .svg"),
@@ -159,32 +164,29 @@ def test_what_is_wrong_is_named(changes: dict[str, str | None], told: str) -> No
     assert err.startswith(f"invalid_request: {told}")
 
 
+def one_base(*adapters: dict[str, Any], model: str = "llama-3-8b", residence_s: float = 1) -> str:
+    return json.dumps({"bases": [{"model": model, "residence_s": residence_s, "adapters": adapters}]})
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("{", "Input data was truncated"),
         ('{"bases": []}', "bases: found none; wanted one or more"),
         ('{"basis": []}', "Object contains unknown field `basis`"),
+        (one_base(), "bases[0].adapters: found 0; wanted 1"),
         (
-            '{"bases": [{"model": "llama-3-8b", "residence_s": 1, "adapters": []}]}',
-            "bases[0].adapters: found 0; wanted 1",
-        ),
-        (
-            '{"bases": [{"model": "llama-3-8b", "residence_s": 1, "adapters": [{"weight": 1}]}]}',
+            one_base({"weight": 1}),
             "bases[0].adapters[0]: found a rank of 0 and num_bytes of 0; wanted exactly one of the two, 1 or more",
         ),
         (
-            '{"bases": [{"model": "llama-3-8b", "residence_s": 1, "adapters": [{"weight": -1, "rank": 8}]}]}',
-            "bases[0].weights: number 0: found -1.0; wanted 0 or more",
+            one_base({"weight": 1, "rank": 8, "count": 0}, {"weight": 1, "rank": 8}),
+            "bases[0].adapters[0]: found a count",
         ),
-        (
-            '{"bases": [{"model": "llama-3-8b", "residence_s": 0, "adapters": [{"weight": 1, "rank": 8}]}]}',
-            "bases[0].residence_s: found 0; wanted a number above 0",
-        ),
-        (
-            '{"bases": [{"model": "x", "residence_s": 1, "adapters": [{"weight": 1, "rank": 8}]}]}',
-            "bases[0].model: found 'x'; wanted one of",
-        ),
+        (one_base({"weight": -1, "rank": 8}), "bases[0].weights: number 0: found -1.0; wanted 0 or more"),
+        (one_base({"weight": 1, "num_bytes": 10**19}), "bases[0].adapters: found adapters of 1.00e+19 bytes in all"),
+        (one_base({"weight": 1, "rank": 8}, residence_s=0), "bases[0].residence_s: found 0; wanted a number above 0"),
+        (one_base({"weight": 1, "rank": 8}, model="x"), "bases[0].model: found 'x'; wanted one of"),
     ],
 )
 def test_what_is_wrong_in_a_workload_is_named_with_its_place(text: str, told: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from infinilora.coordinator.provision.fleet import Goal, House, Provision, provision
 from infinilora.planner.constants import Constants, Tier
-from infinilora.planner.workload import Served, positive
+from infinilora.planner.workload import MAX_BYTES, MAX_NUMBER, Served, positive
 from infinilora.protocol.errors import InvalidRequest
 
 SECONDS_PER_HOUR = 3600
@@ -106,12 +106,15 @@ def _check(goal: Goal, means: Means) -> None:
         raise InvalidRequest(f"found {goal.iar:g}; wanted a share between 0 and 1, both excluded", param="iar")
     positive(goal.ttft_s, "slo_ttft")
     positive(goal.tpot_s, "slo_tpot")
-    positive(means.gpu_bytes, "gpu_bytes")
+    if not 0 < means.gpu_bytes <= MAX_BYTES:
+        raise InvalidRequest(
+            f"found {means.gpu_bytes:g}; wanted a number above 0, {MAX_BYTES:.2e} at most", param="gpu_bytes"
+        )
     for param, value in (
         ("margin", goal.margin),
         ("engines", means.engines),
         ("spare_groups", means.spare_groups),
         ("gpu_price", means.gpu_price),
     ):
-        if not 0 <= value < float("inf"):
-            raise InvalidRequest(f"found {value:g}; wanted a number, 0 or more", param=param)
+        if not 0 <= value <= MAX_NUMBER:
+            raise InvalidRequest(f"found {value:g}; wanted a number from 0 to {MAX_NUMBER:g}", param=param)

@@ -1,17 +1,24 @@
 """What is to be served: from a few options (a law of popularity), or from a file that names every adapter."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from infinilora.coordinator.provision.admission import Ints
 from infinilora.coordinator.provision.pools import Demand
 from infinilora.coordinator.provision.popularity import shares, zipf
 from infinilora.planner.geometry import TARGETS, Base, find_base
 from infinilora.protocol.errors import InvalidRequest
 
 MAX_ADAPTERS = 1_000_000
+MAX_NUMBER = 1e12
+"""Of rates, seconds and counts: more is a slip of the hand, and squares of it would leave float64."""
+MAX_BYTES = 2**62
+"""Of all adapters together: sums of them stay in 64 bits."""
 NUMBER_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
@@ -87,9 +94,17 @@ def ranks_of(text: str) -> tuple[int, ...]:
 
 
 def positive(value: float, param: str) -> float:
-    if not 0 < value < float("inf"):
-        raise InvalidRequest(f"found {value:g}; wanted a number above 0", param=param)
+    if not 0 < value <= MAX_NUMBER:
+        raise InvalidRequest(f"found {value:g}; wanted a number above 0, {MAX_NUMBER:g} at most", param=param)
     return value
+
+
+def in_all(sizes: Sequence[int], counts: Sequence[int], param: str) -> Ints:
+    """Each size so many times, as an array."""
+    total = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    if total > MAX_BYTES:
+        raise InvalidRequest(f"found adapters of {total:.2e} bytes in all; wanted {MAX_BYTES:.2e} at most", param=param)
+    return np.repeat(np.array(sizes, dtype=np.int64), counts)
 
 
 def by_law(law: Law, *, targets: frozenset[str], number_bytes: int) -> Served:
@@ -99,7 +114,7 @@ def by_law(law: Law, *, targets: frozenset[str], number_bytes: int) -> Served:
     base = find_base(law.model, targets)
     rates = zipf(law.adapters, law.zipf) * positive(law.rate, "rate")
     sizes = [base.adapter_bytes(rank, number_bytes) for rank in law.ranks]
-    num_bytes = np.resize(np.array(sizes, dtype=np.int64), law.adapters)
+    num_bytes = in_all([size for size, _ in zip(cycle(sizes), rates, strict=False)], [1] * law.adapters, "rank")
     return Served(base, Demand(rates, num_bytes, positive(law.residence_s, "residence")))
 
 
@@ -132,7 +147,7 @@ def _served(load: BaseLoad, *, targets: frozenset[str], number_bytes: int) -> Se
     counts = [entry.count for entry in load.adapters]
     weights = np.repeat(np.array([entry.weight for entry in load.adapters], dtype=np.float64), counts)
     rates = shares(weights) * positive(float(weights.sum()) if load.rate is None else load.rate, "rate")
-    num_bytes = np.repeat(np.array(sizes, dtype=np.int64), counts)
+    num_bytes = in_all(sizes, counts, "adapters")
     return Served(base, Demand(rates, num_bytes, positive(load.residence_s, "residence_s")))
 
 
