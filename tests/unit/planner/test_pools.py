@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilora.coordinator.provision.pools import MAX_UNITS, Demand, deal, in_slots, pools, unit_of
@@ -20,6 +20,7 @@ DEMANDS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(DEMANDS, st.integers(1, 8))
 def test_every_request_goes_to_one_group_and_no_group_has_an_adapter_twice(demand: Demand, num_groups: int) -> None:
     sized = Demand(demand.rates, np.arange(1, len(demand.rates) + 1), demand.residence_s)  # a size names its adapter
@@ -39,6 +40,7 @@ def test_an_adapter_hotter_than_a_group_is_in_several() -> None:
     assert all(rate == 2.0 for group in groups for rate in group.rates[group.num_bytes == 7])
 
 
+@settings(deadline=None)
 @given(DEMANDS, st.integers(1, 4), st.floats(0.5, 0.999))
 def test_the_least_pool_keeps_the_target_and_one_unit_less_does_not(demand: Demand, groups: int, target: float) -> None:
     found = pools(demand, groups)
@@ -62,6 +64,7 @@ def test_mixed_sizes_have_slots_too() -> None:
     assert found.least(0.95) > 58
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(10**6, 10**9), min_size=2, max_size=40, unique=True))
 def test_odd_sizes_are_rounded_up_and_never_down(sizes: list[int]) -> None:
     num_bytes, rates = np.array(sizes), np.ones(len(sizes))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilora.coordinator.provision.pools import Demand
@@ -58,10 +58,11 @@ def test_experts_are_split_evenly() -> None:
         (MOE, Shape(2, 1), 3 * (300 + 60)),  # half of the experts, and qkv; o lies on the other
         (MOE, Shape(4, 3), 150 + 60),
         (DENSE, Shape(1, 4), 74),
+        (DENSE + DENSE[:1], Shape(1, 3), 2 * 74),  # five layers: two, two and one, never one, one and three
     ],
 )
 def test_the_fullest_shard_holds_what_is_counted(layers: Layers, shape: Shape, fullest: int) -> None:
-    assert numbers_of(MOE) == 3 * 674
+    assert (numbers_of(MOE), numbers_of(DENSE)) == (3 * 674, 4 * 74)
     (split,) = (one for one in splits(layers, 8) if one.across == shape.experts)
     assert split.fullest_share(shape.layers) == pytest.approx(fullest / numbers_of(layers))
 
@@ -94,6 +95,7 @@ def test_experts_split_the_work_and_add_peers() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.floats(0.1, 300.0), st.builds(Shape, st.sampled_from([1, 2, 4]), st.integers(1, 3)))
 def test_the_queue_is_the_fixed_point_of_its_definition(engines: int, rows: float, shape: Shape) -> None:
     """A stage is busy with the others for rho of a step, and a call waits rho / 2(1 - rho) services."""
