@@ -21,13 +21,9 @@ class Hint:
 
 
 def hints(
-    plan: Plan,
-    resident: Mapping[str, Set[Digest]],
-    heat: Mapping[Digest, float],
-    known: Set[Digest],
-    hot: Set[Digest],
+    plan: Plan, resident: Mapping[str, Set[Digest]], heat: Mapping[Digest, float], known: Set[Digest]
 ) -> list[Hint]:
-    """Most useful first: stage what has heat and is nowhere, then hot seconds; evict what no name leads to.
+    """Most useful first: stage what has heat and is nowhere, then further copies; evict what no name leads to.
 
     `resident` has an entry for each group that can be asked; `known` are the digests of the registry.
     """
@@ -35,7 +31,7 @@ def hints(
     wanted = [
         Hint("stage", group, digest)
         for digest in sorted(heat, key=lambda d: (-heat[d], d))
-        for group in _missing(plan, resident, digest, everywhere=digest in hot, is_held=digest in anywhere)
+        for group in _missing(plan, resident, digest, is_held=digest in anywhere)
     ]
     wanted.sort(key=lambda hint: hint.digest in anywhere)
     forgotten = [
@@ -47,10 +43,10 @@ def hints(
     return wanted + forgotten
 
 
-def _missing(
-    plan: Plan, resident: Mapping[str, Set[Digest]], digest: Digest, *, everywhere: bool, is_held: bool
-) -> list[str]:
-    planned = [group for group, digests in plan.items() if digest in digests and group in resident]
-    if everywhere:
+def _missing(plan: Plan, resident: Mapping[str, Set[Digest]], digest: Digest, *, is_held: bool) -> list[str]:
+    """Of one copy, none while it is held anywhere: it is used where it is, and moves when it is next loaded."""
+    home = plan.get(digest)
+    planned = [group for group in home.groups if group in resident] if home else []
+    if home and len(home.groups) > 1:
         return [group for group in planned if digest not in resident[group]]
-    return [] if is_held else planned[:1]
+    return [] if is_held else planned

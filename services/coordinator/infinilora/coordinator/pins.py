@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Set
 
 from infinilora.coordinator.orders import TAKEN, Orders
-from infinilora.coordinator.placement import Plan
+from infinilora.coordinator.placement import Table
 from infinilora.protocol.control import Pin
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.membership import Member
@@ -17,11 +17,11 @@ class Pins:
         self._orders = orders
         self._told: dict[str, tuple[str, frozenset[Digest]]] = {}
 
-    async def round(self, servers: Mapping[str, Member], plan: Plan, pinned: Set[Digest], epoch: int) -> None:
+    async def round(self, servers: Mapping[str, Member], table: Table, pinned: Set[Digest], epoch: int) -> None:
         """Have each group keep those of them that are planned there, and no longer what it was told to keep before."""
         async with asyncio.TaskGroup() as tasks:
             for group, server in servers.items():
-                wanted = frozenset(pinned & set(plan.get(group, ())))
+                wanted = frozenset(pinned & set(table.get(group, ())))
                 tasks.create_task(self._tell(group, server, wanted, epoch))
 
     async def _tell(self, group: str, server: Member, wanted: frozenset[Digest], epoch: int) -> None:

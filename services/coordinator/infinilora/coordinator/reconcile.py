@@ -17,7 +17,7 @@ from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.orders import Orders
 from infinilora.coordinator.pins import Pins
-from infinilora.coordinator.placement import Group, Plan, copied, place
+from infinilora.coordinator.placement import Group, Table, by_group, copies_of, place
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad, Placement, Stage
@@ -159,27 +159,32 @@ class Reconciler:
         servers = self._servers(base)
         loads = {group: m.beat.load for group, m in servers.items() if isinstance(m.beat.load, GroupLoad)}
         before = self.placements.get(base)
-        current: Plan = dict(before.value.groups) if before else {}
-        hot = hot_spots(self.heat, self._policy.hot_rps, copied(current))
+        current: Table = dict(before.value.groups) if before else {}
+        hot = hot_spots(self.heat, self._policy.hot_rps, copies_of(current))
         adapters = [
-            replace(adapter, rps=self.heat[digest], is_hot=digest in hot) if digest in self.heat else adapter
+            replace(adapter, rps=self.heat[digest], copies=hot.get(digest, 1)) if digest in self.heat else adapter
             for digest, adapter in self.registry.adapters(base).items()
         ]
-        groups = [Group(group, load.bytes_total) for group, load in loads.items()]
-        plan = place(groups, adapters, current, fill=self._policy.fill)
-        if plan != current:
-            await self._write(base, plan, before, epoch)
+        groups = [
+            Group(group, load.bytes_total, host=servers[group].beat.address.rpartition(":")[0])
+            for group, load in loads.items()
+        ]
+        # A large fleet takes a second or two: the lease has to be renewed meanwhile.
+        plan = await asyncio.to_thread(place, groups, adapters, current, fill=self._policy.fill)
+        table = by_group(plan, groups)
+        if table != current:
+            await self._write(base, table, before, epoch)
         resident = {group: frozenset(load.resident) for group, load in loads.items()}
         heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
-        await self._hint(hints(plan, resident, heat, self.registry.digests(), hot), servers, epoch)
-        await self._pins.round(servers, plan, {a.digest for a in adapters if a.is_pinned}, epoch)
+        await self._hint(hints(plan, resident, heat, self.registry.digests()), servers, epoch)
+        await self._pins.round(servers, table, {a.digest for a in adapters if a.is_pinned}, epoch)
 
-    async def _write(self, base: Fingerprint, plan: Plan, before: Value[Placement] | None, epoch: int) -> None:
+    async def _write(self, base: Fingerprint, table: Table, before: Value[Placement] | None, epoch: int) -> None:
         if before is not None and before.value.epoch > epoch:
             await self._leadership.resign()
             return
         revision = before.value.revision + 1 if before else 1
-        placement = Placement(base=base, epoch=epoch, revision=revision, groups=plan)
+        placement = Placement(base=base, epoch=epoch, revision=revision, groups=table)
         swap = await self._store.compare_and_set(keys.placement(base), before.raw if before else None, placement)
         if not swap:
             return  # another leader wrote: the next round reads it, and its epoch
