@@ -80,7 +80,9 @@ def test_a_unit_is_a_common_divisor_where_there_is_one() -> None:
     assert unit_of(np.array([5, 5, 5]), 5 * 10**9) == 5
 
 
-@pytest.mark.parametrize(("units", "margin", "want"), [(20, 0.1, 22), (21, 0.1, 24), (20, 0.0, 20), (95, 0.1, 100)])
+@pytest.mark.parametrize(
+    ("units", "margin", "want"), [(50, 0.1, 55), (20, 0.1, 22), (21, 0.1, 24), (20, 0.0, 20), (95, 0.1, 100)]
+)
 def test_a_margin_is_rounded_up_and_never_more_than_everything(units: int, margin: float, want: int) -> None:
     found = pools(Demand(np.ones(100), np.full(100, 8), 1.0), 1)
     assert found.with_margin(units, margin) == want

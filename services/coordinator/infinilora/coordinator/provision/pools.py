@@ -16,7 +16,7 @@ MAX_UNITS = 8192
 """Sizes without a common divisor are rounded up to a unit of 1/8192 of what could be in use: the answer then errs by
 less than one unit for each adapter in use, and to the safe side."""
 ROUNDING = 1e-9
-"""20 x 1.1 is 22.000000000000004, and 22 slots are meant."""
+"""50 x 1.1 is 55.00000000000001, and 55 slots are meant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
