@@ -60,6 +60,14 @@ def test_the_example_is_told_in_full() -> None:
     assert found["cost_per_million_requests"] == pytest.approx(4 / (40 * 3600) * 1e6)
 
 
+def test_shards_are_groups_of_experts_by_layers() -> None:
+    found = planned(rate="200", adapters="2000", rank="64", spare_groups="1")
+    (base,) = found["bases"]
+    assert base["layer_parallel"] > 1
+    assert base["expert_parallel"] > 1
+    assert found["shards"] == found["groups"] * base["expert_parallel"] * base["layer_parallel"]
+
+
 def test_people_read_the_same_numbers() -> None:
     code, out, _ = plan(gpu_price="2.5")
     assert code == 0
@@ -110,16 +118,18 @@ def test_adapters_in_the_store_come_slower() -> None:
     assert planned(cold_from="store", slo_ttft="5")["bases"][0]["ttft_s"] > planned()["bases"][0]["ttft_s"]
 
 
-def test_the_picture_shows_the_curve_and_both_marks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate", ["40", "801"])
+def test_the_picture_shows_the_curve_and_both_marks(rate: str, tmp_path: Path) -> None:
+    """The second has more slots than the line has points."""
     target = tmp_path / "iar.svg"
-    assert plan(picture=str(target))[0] == 0
+    found = planned(picture=str(target), adapters="2000", rate=rate)
     root = ElementTree.fromstring(target.read_text())
     (line,) = root.findall(f"{SVG}polyline")
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
     assert all(x1 < x2 and y1 >= y2 for (x1, y1), (x2, y2) in pairwise(points))
     marks = [(float(mark.attrib["cx"]), float(mark.attrib["cy"])) for mark in root.findall(f"{SVG}circle")]
     assert set(marks) <= set(points)
-    assert {"86", "95"} <= {text.text for text in root.findall(f"{SVG}text")}
+    assert {str(found["min_slots"]), str(found["slots"])} <= {text.text for text in root.findall(f"{SVG}text")}
 
 
 @pytest.mark.parametrize(
