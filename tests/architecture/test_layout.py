@@ -14,6 +14,7 @@ PURE = (
     "infinilora.protocol.adapter",
     "infinilora.protocol.control",
     "infinilora.protocol.errors",
+    "infinilora.protocol.shards",
     "infinilora.pool.slots",
     "infinilora.pool.evict",
     "infinilora.engine.sched.scheduler",

@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 class HostAdapter:
     """One adapter's layers. Whoever opened it may read them until `HostTier.close`."""
 
-    def __init__(self, digest: Digest, header: PackedHeader, runs: Sequence[Run]) -> None:
+    def __init__(self, digest: Digest, whole: PackedHeader, runs: Sequence[Run]) -> None:
         self.digest = digest
-        self.header = header
+        self.whole = whole
+        """The header of the packed file, of which this may be a share."""
         self.runs = runs
         self.num_users = 1
 
@@ -64,15 +65,18 @@ class HostTier:
                 found.num_users += 1
             return found
 
-    def begin(self, digest: Digest, header: PackedHeader) -> HostAdapter | None:
-        """Memory for an adapter, to be filled, and then `keep` and `close`; None where no room can be made."""
+    def begin(self, digest: Digest, header: PackedHeader, whole: PackedHeader | None = None) -> HostAdapter | None:
+        """Memory for an adapter, to be filled, and then `keep` and `close`; None where no room can be made.
+
+        `whole`: the packed file's own header, where `header` is of a share of it.
+        """
         layers = range(header.manifest.num_layers + 1)
         sizes = [sum(num_bytes for _, _, num_bytes in packed_ranges(header, layer)) for layer in layers]
         with self._lock:
             if digest in self._whole:
                 return None
             runs = self._make_room(sizes)
-        return None if runs is None else HostAdapter(digest, header, runs)
+        return None if runs is None else HostAdapter(digest, whole or header, runs)
 
     def keep(self, adapter: HostAdapter) -> None:
         """All its bytes are there, and verified. If another load was first, this one goes when it is closed."""

@@ -202,7 +202,7 @@ class Loader:
                 load.source = source = opened(load.digest)
                 load.attempts = 0
                 if self._end_turn(load):
-                    self._listener.sized(load.digest, source.header)
+                    self._listener.sized(load.digest, source.whole)
             else:
                 assert load.target is not None
                 self._load_layer(load, load.source, load.target)

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,11 +18,13 @@ import torch
 from infinilora.pool.backoff import Failures
 from infinilora.pool.cache import DiskCache
 from infinilora.pool.execute import Grants, SiteKernels
+from infinilora.pool.group import OtherShards
 from infinilora.pool.holders import Holders, LeaseState, OnChange
 from infinilora.pool.host import HostTier
 from infinilora.pool.loader import Binder, Lanes, Loader, Target
 from infinilora.pool.pages import PageArena, Run
-from infinilora.pool.scales import AdapterScales
+from infinilora.pool.scales import AdapterScales, SiteScale
+from infinilora.pool.share import Share
 from infinilora.pool.slots import SlotTable
 from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotState
 from infinilora.pool.tiers import Tiers
@@ -30,6 +32,7 @@ from infinilora.pool.watch import NoWatch, PoolWatch
 from infinilora.protocol.adapter import Manifest
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.shards import HEAD
 from infinilora.runtime.blob_store import BlobStore
 from infinilora.weights.packed import PackedHeader
 
@@ -64,6 +67,8 @@ class PoolConfig:
     fetch_threads: int = 4
     device: torch.device | str = "cpu"
     limits: Limits = field(default_factory=Limits)
+    share: Share | None = None
+    """What of each adapter this process holds, as a shard of a group; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,9 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the pool needs to know of an adapter that waits or has a slot."""
+    """What the pool needs to know of an adapter that waits or has a slot. `layer_bytes`: what this process holds."""
 
+    manifest: Manifest
     layer_bytes: tuple[int, ...]
     layer_sites: tuple[int, ...]
     scales: AdapterScales
@@ -97,9 +103,12 @@ class AdapterPool:
         *,
         on_death: Callable[[BaseException], None],
         watch: PoolWatch | None = None,
+        others: OtherShards | None = None,
     ) -> None:
+        """`others`: of the group that this pool is the head of."""
         self.kernels = kernels
         self._config = config
+        self._others = others
         self._watch = watch or NoWatch()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -118,7 +127,7 @@ class AdapterPool:
         self._leaving: set[Digest] = set()
         self._gone: set[Digest] = set()
         self._is_closed = False
-        self._tiers = _tiers(config, blobs)
+        self._tiers = tiers_of(config, blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
         self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death)
         self._on_death = on_death
@@ -279,21 +288,31 @@ class AdapterPool:
                 self._loader.cancel(digest)
                 self._lose(digest, error, now)
             else:
-                self._wanted[digest] = wanted = _wanted(header.manifest)
+                self._wanted[digest] = wanted = _wanted(header, self._config.share)
                 cost = self._arena.cost(wanted.layer_bytes)
+                if self._others:  # a slot takes what it takes of the fullest shard
+                    cost = max(cost, self._others.cost(header.manifest))
                 self._table.sized(digest, num_bytes=cost, num_layers=self._num_layers, now=now)
             self._carry_out(now)
 
     def layer_ready(self, target: Target, count: int, tier: str) -> None:
-        now = time.monotonic()
         with self._lock:
-            slot = self._table.layers_ready(target.slot, target.slot_generation, count, now)
-            if slot is None:
+            digest = self._table.digest_at(target.slot, target.slot_generation)
+            if digest is None:
                 return
-            assert slot.digest is not None
-            self._wanted[slot.digest].scales.read(count - 1, target.layers[count - 1])
+            self._wanted[digest].scales.read(count - 1, target.layers[count - 1])
+            if self._others:
+                count = self._others.layers_ready(HEAD, target.slot, target.slot_generation, count)
+            self._advance(target.slot, target.slot_generation, count, tier)
+
+    def _advance(self, index: int, slot_generation: int, count: int, tier: str) -> None:
+        """Layers 0..count-1 of a tenancy are there, on every shard. Under the lock."""
+        now = time.monotonic()
+        slot = self._table.layers_ready(index, slot_generation, count, now)
+        if slot is not None and count:
             self._tell(slot)
             if slot.state is SlotState.READY:
+                assert slot.digest is not None
                 extra = {"adapter_id": slot.digest, "slot": slot.index, "staged_s": round(slot.reload_s, 4)}
                 logger.info("adapter resident", extra=extra | {"tier": tier})
                 self._watch.loaded(tier, slot.reload_s)
@@ -310,6 +329,39 @@ class AdapterPool:
     def stopped(self, target: Target) -> None:
         with self._lock:
             self._empty(target.slot, target.slot_generation)
+            self._carry_out(time.monotonic())
+
+    # From the other shards of a group, whose head this is ------------------------------------------
+
+    def shard_ready(
+        self, shard: int, slot: int, slot_generation: int, count: int, *, scales: Sequence[SiteScale], tier: str
+    ) -> None:
+        """Layers 0..count-1 of a tenancy are there on that shard. `scales`: those it has read since it last said so."""
+        assert self._others is not None
+        with self._lock:
+            digest = self._table.digest_at(slot, slot_generation)
+            if digest is None:
+                return
+            for scale in scales:
+                self._wanted[digest].scales.put(scale)
+            self._advance(slot, slot_generation, self._others.layers_ready(shard, slot, slot_generation, count), tier)
+
+    def shard_failed(self, slot: int, slot_generation: int, error: InfiniLoraError) -> None:
+        """A shard cannot have its part of what was to be in a slot: nobody has the adapter then."""
+        with self._lock:
+            digest = self._table.digest_at(slot, slot_generation)
+            if digest is not None:
+                self._watch.load_failed(error.code)
+                now = time.monotonic()
+                self._lose(digest, error, now)
+                self._carry_out(now)
+
+    def shard_emptied(self, shard: int, slot: int, slot_generation: int) -> None:
+        """That shard computes with the tenancy no more, and its memory is free."""
+        assert self._others is not None
+        with self._lock:
+            if self._others.emptied(shard, slot, slot_generation):
+                self._vacate(slot, slot_generation)
             self._carry_out(time.monotonic())
 
     # Under the lock ------------------------------------------------------------------------------
@@ -348,11 +400,17 @@ class AdapterPool:
 
     def _place(self, decision: Place, now: float) -> None:
         digest = decision.digest
-        runs = self._arena.allocate(self._wanted[digest].layer_bytes)
+        wanted = self._wanted[digest]
+        runs = self._arena.allocate(wanted.layer_bytes)
+        if runs is not None and self._others and not self._others.allocate(digest, wanted.manifest):
+            self._arena.free(runs)
+            runs = None
         if runs is None:
             self._table.no_room(digest)
             return
         slot = self._table.place(digest, now)
+        if self._others:
+            self._others.stage(digest, slot.index, slot.slot_generation)
         self._runs[slot.index] = runs
         self._tell(slot)
         target = Target(slot.index, slot.slot_generation, tuple(run.data for run in runs))
@@ -361,11 +419,18 @@ class AdapterPool:
     def _drain(self, drain: Drain) -> None:
         self._watch.drained()
         self._wanted.pop(drain.digest, None)
+        if self._others:
+            self._others.empty(drain.slot, drain.slot_generation)
         if self._loader.cancel(drain.digest):
             self._empty(drain.slot, drain.slot_generation)
 
     def _empty(self, slot: int, slot_generation: int) -> None:
         self.kernels.clear(slot)
+        if self._others is None or self._others.emptied(HEAD, slot, slot_generation):
+            self._vacate(slot, slot_generation)
+
+    def _vacate(self, slot: int, slot_generation: int) -> None:
+        """Nobody computes with the tenancy any more, on any shard."""
         self._arena.free(self._runs.pop(slot))
         self._table.emptied(slot, slot_generation)
 
@@ -411,6 +476,8 @@ class AdapterPool:
             while (gone := self._wait()) is not None:
                 for digest in gone:
                     self._tiers.forget(digest)
+                    if self._others:
+                        self._others.forget(digest)
                     logger.info("adapter forgotten", extra={"adapter_id": digest})
         except BaseException as error:
             self._on_death(error)
@@ -431,17 +498,19 @@ class AdapterPool:
             return gone
 
 
-def _tiers(config: PoolConfig, blobs: BlobStore) -> Tiers:
+def tiers_of(config: PoolConfig, blobs: BlobStore) -> Tiers:
     is_pinned = torch.device(config.device).type == "cuda"
     host = HostTier(config.host_bytes, is_pinned=is_pinned) if config.host_bytes else None
-    return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host)
+    return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host, config.share)
 
 
-def _wanted(manifest: Manifest) -> _Wanted:
-    return _Wanted(_layer_bytes(manifest), manifest.layer_sites(), AdapterScales(manifest))
+def _wanted(header: PackedHeader, share: Share | None) -> _Wanted:
+    manifest = header.manifest
+    held = share.cut(header).header.manifest if share else manifest
+    return _Wanted(manifest, layer_bytes(held), manifest.layer_sites(), AdapterScales(manifest, held))
 
 
-def _layer_bytes(manifest: Manifest) -> tuple[int, ...]:
+def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
     """Bytes of each layer; lm_head is the last."""
     sizes = [0] * (manifest.num_layers + 1)
     for entry in manifest.sites:

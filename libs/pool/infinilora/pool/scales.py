@@ -22,34 +22,40 @@ class SiteScale:
 
 
 class AdapterScales:
-    """Of one adapter: which sites have a column scale, and those of the layers that were read."""
+    """Of one adapter: which sites have a column scale, and those of the layers that were read.
 
-    def __init__(self, manifest: Manifest) -> None:
+    A shard reads those of its own sites; the head of its group is told the others' (`put`).
+    """
+
+    def __init__(self, manifest: Manifest, held: Manifest | None = None) -> None:
+        """`held`: what this process reads of it, as it lies there; None: all of it."""
         self._dtype = manifest.dtype
         self._entries: dict[int, list[tuple[int, SiteEntry]]] = {}
-        self._read: dict[int, tuple[SiteScale, ...]] = {}
+        self._read: dict[int, dict[Site, SiteScale]] = {}
         starts: dict[int, int] = {}
-        for entry in manifest.sites:
+        for entry in (held or manifest).sites:
             start = starts.setdefault(entry.layer, entry.offset)
-            if any(part.has_colscale for part in entry.parts):
+            if _has_scale(entry):
                 self._entries.setdefault(entry.layer, []).append((entry.offset - start, entry))
-        self.sites = self._masks(manifest.num_layers + 1) if self._entries else ()
+        self.sites = _masks(manifest)
         """Bit s of entry l: site s of layer l has one; empty where none has. lm_head is the last layer."""
 
     def read(self, layer: int, data: Tensor) -> None:
         """Take a layer's from its packed bytes (uint8, as `Target.layers` has them)."""
-        if entries := self._entries.get(layer):
-            self._read[layer] = tuple(self._scale(entry, data[at : at + entry.num_bytes]) for at, entry in entries)
+        for at, entry in self._entries.get(layer, ()):
+            self.put(self._scale(entry, data[at : at + entry.num_bytes]))
+
+    def put(self, scale: SiteScale) -> None:
+        """Take one that another shard has read. Before its layer is said to be ready."""
+        self._read.setdefault(scale.layer, {})[scale.site] = scale
+
+    def of(self, layer: int) -> tuple[SiteScale, ...]:
+        """Those of one layer that was read."""
+        return tuple(self._read.get(layer, {}).values())
 
     def until(self, num_layers: int) -> tuple[SiteScale, ...]:
-        """Those of layers 0..num_layers-1, in order. All of these layers have been read."""
-        return tuple(scale for layer in sorted(self._entries) if layer < num_layers for scale in self._read[layer])
-
-    def _masks(self, num_layers: int) -> tuple[int, ...]:
-        masks = [0] * num_layers
-        for layer, entries in self._entries.items():
-            masks[layer] = sum(1 << entry.site for _, entry in entries)
-        return tuple(masks)
+        """Those of layers 0..num_layers-1, in order. All of these layers have been read, on every shard."""
+        return tuple(scale for layer in sorted(self._read) if layer < num_layers for scale in self.of(layer))
 
     def _scale(self, entry: SiteEntry, block: Tensor) -> SiteScale:
         spans, _ = block_spans(entry.parts, entry.in_dim, self._dtype)
@@ -59,3 +65,14 @@ class AdapterScales:
                 values = block[span.colscale : span.colscale + part.out_dim * VECTOR_BYTES].view(torch.float32)
                 factors[part.out_offset : part.out_offset + part.out_dim] = values
         return SiteScale(entry.layer, Site(entry.site), factors)
+
+
+def _has_scale(entry: SiteEntry) -> bool:
+    return any(part.has_colscale for part in entry.parts)
+
+
+def _masks(manifest: Manifest) -> tuple[int, ...]:
+    masks = [0] * (manifest.num_layers + 1)
+    for entry in manifest.sites:
+        masks[entry.layer] |= _has_scale(entry) << entry.site
+    return tuple(masks) if any(masks) else ()

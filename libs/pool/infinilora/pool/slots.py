@@ -285,6 +285,12 @@ class SlotTable:
         """The slot that stages or holds the digest."""
         return self._live.get(digest)
 
+    def digest_at(self, index: int, slot_generation: int) -> Digest | None:
+        """What a slot stages or holds in this tenancy; None if that is over."""
+        slot = self.slots[index]
+        is_live = slot.slot_generation == slot_generation and slot.state in (SlotState.STAGING, SlotState.READY)
+        return slot.digest if is_live else None
+
     def resident(self) -> tuple[Digest, ...]:
         return tuple(d for d, s in self._live.items() if s.state is SlotState.READY)
 

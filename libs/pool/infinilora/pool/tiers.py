@@ -19,6 +19,7 @@ from torch import Tensor
 from infinilora.pool.backoff import NotStored
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
+from infinilora.pool.share import Piece, Share
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import SiteEntry
 from infinilora.protocol.errors import AdapterFailed
@@ -54,12 +55,17 @@ class _StoreReader:
         self._held = b""
         self._ahead_bytes = FIRST_READ_BYTES
 
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Bytes [offset, offset + num_bytes); shorter only where the object ends. Raises Unavailable."""
+    def read(self, offset: int, num_bytes: int, most_bytes: int = MOST_READ_BYTES) -> memoryview:
+        """Bytes [offset, offset + num_bytes); shorter only where the object ends. Raises Unavailable.
+
+        `most_bytes`: how far from `offset` on it may read ahead.
+        """
         skip = offset - self._start
         if skip < 0 or skip + num_bytes > len(self._held):
             try:
-                self._held = self._blobs.get_range(self._name, offset, max(num_bytes, self._ahead_bytes))
+                self._held = self._blobs.get_range(
+                    self._name, offset, max(num_bytes, min(self._ahead_bytes, most_bytes))
+                )
             except FileNotFoundError as error:
                 raise NotStored(f"{self._name} is not in the object store") from error
             self._ahead_bytes = min(2 * self._ahead_bytes, MOST_READ_BYTES)
@@ -79,12 +85,15 @@ class PackedSource:
     """One packed adapter, open. Used by one thread at a time; `close` it."""
 
     def __init__(
-        self, tiers: "Tiers", header: PackedHeader, store: _StoreReader, near: HostAdapter | CachedFile | None = None
+        self, tiers: "Tiers", whole: PackedHeader, store: _StoreReader, near: HostAdapter | CachedFile | None = None
     ) -> None:
         """`near`: where it is read; None for the store. It is closed with the source."""
-        self.header = header
+        self.whole = whole
+        self._cut = tiers.share.cut(whole) if tiers.share else None
+        self.header = self._cut.header if self._cut else whole
+        """Of what this process holds: a share lies closed up everywhere but in the store (share.py)."""
         self._tiers = tiers
-        self._digest = header.digest
+        self._digest = whole.digest
         self._store = store
         self._host = near if isinstance(near, HostAdapter) else None
         self._cached = near if isinstance(near, CachedFile) else None
@@ -113,7 +122,7 @@ class PackedSource:
         uint8 [bytes], valid until `close`.
         """
         if self._may_begin_host and self._tiers.host:
-            self._host = self._tiers.host.begin(self._digest, self.header)
+            self._host = self._tiers.host.begin(self._digest, self.header, self.whole)
         self._may_begin_host = False
         if self._host is None:
             return None
@@ -133,19 +142,23 @@ class PackedSource:
         if self._cached:
             self._read_cached(self._cached, layer, start, into)
             return
-        data = self._store.read(start, num_bytes)
-        if len(data) != num_bytes:
-            raise AdapterFailed(
-                f"packed file of {self._digest} ends within layer {layer}: found {len(data)} bytes, wanted {num_bytes}"
-            )
-        into[:] = data
+        at = 0
+        for piece in self._cut.pieces(layer) if self._cut else (Piece(start, num_bytes),):
+            data = self._store.read(*piece, self._cut.may_read(piece.offset) if self._cut else MOST_READ_BYTES)
+            if len(data) != piece.num_bytes:
+                raise AdapterFailed(
+                    f"packed file of {self._digest} ends within layer {layer}: "
+                    f"found {len(data)} bytes, wanted {piece.num_bytes}"
+                )
+            into[at : at + piece.num_bytes] = data
+            at += piece.num_bytes
         self._verify(layer, into)
         if self._writer:
             self._writer.write(start, into)
 
     def begin_caching(self) -> None:
         """Write what comes from the store into the cache, header first. Before the first layer is read."""
-        self._writer = self._tiers.cache.writer(self._digest, self.header.file_bytes)
+        self._writer = self._tiers.cache.writer(self._tiers.key(self._digest), self.header.file_bytes)
         if self._writer:
             self._writer.write(0, self._store.read(0, self.header.data_start))
 
@@ -173,7 +186,7 @@ class PackedSource:
                 return
         except AdapterFailed as error:
             logger.warning("cache file corrupt", extra={"adapter_id": self._digest, "reason": error.message})
-        self._tiers.cache.drop(self._digest)
+        self._tiers.cache.drop(self._tiers.key(self._digest))
         cached.close()
         self._cached = None
         raise NotNear
@@ -191,11 +204,19 @@ class PackedSource:
 class Tiers:
     """Opens adapters by digest, and forgets them. Thread-safe."""
 
-    def __init__(self, blobs: BlobStore, cache: DiskCache, host: HostTier | None = None) -> None:
+    def __init__(
+        self, blobs: BlobStore, cache: DiskCache, host: HostTier | None = None, share: Share | None = None
+    ) -> None:
+        """`share`: what of each adapter this process holds; None: all of it."""
         self._blobs = blobs
         self.cache = cache
         self.host = host
+        self.share = share
         self._helpers = ThreadPoolExecutor(NUM_HELPERS, "verifier")
+
+    def key(self, digest: Digest) -> Digest:
+        """What this process calls an adapter in a cache that others use too."""
+        return self.share.key(digest) if self.share else digest
 
     def close(self) -> None:
         """No source is open."""
@@ -219,15 +240,15 @@ class Tiers:
         """From this host's memory or disk. Raises NotNear."""
         store = _StoreReader(self._blobs, digest)
         if self.host and (held := self.host.open(digest)):
-            return PackedSource(self, held.header, store, held)
-        cached = self.cache.open(digest)
+            return PackedSource(self, held.whole, store, held)
+        cached = self.cache.open(self.key(digest))
         if cached is None:
             raise NotNear
         try:
             header = _read_header(digest, lambda at, n: _read_exactly(cached, at, n))
         except AdapterFailed as error:
             logger.warning("cache file corrupt", extra={"adapter_id": digest, "reason": error.message})
-            self.cache.drop(digest)
+            self.cache.drop(self.key(digest))
             cached.close()
             raise NotNear from error
         return PackedSource(self, header, store, cached)
@@ -244,7 +265,7 @@ class Tiers:
         """Remove it from every tier of this host. What is open is read to its end. Idempotent."""
         if self.host:
             self.host.forget(digest)
-        self.cache.forget(digest)
+        self.cache.forget(self.key(digest))
 
 
 def _read_header(digest: Digest, read: Callable[[int, int], bytes]) -> PackedHeader:
