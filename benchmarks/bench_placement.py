@@ -25,6 +25,7 @@ from infinilora.protocol.ids import Digest
 PLAN_S = 2.0
 HOT_RPS = 2.0
 FILL = 0.9
+RPS_A_GROUP = 20.0
 MB = 1_000_000
 
 
@@ -38,12 +39,12 @@ class Situation(NamedTuple):
 
 def fleet(num_adapters: int, num_groups: int, dice: random.Random) -> Situation:
     weights = [1 / (rank + 1) for rank in range(num_adapters)]
-    total_rps = 20.0 * num_groups
+    total, total_rps = sum(weights), RPS_A_GROUP * num_groups
     adapters = [
         Adapter(
             Digest("sha256:" + hashlib.sha256(str(rank).encode()).hexdigest()),
             dice.choice((5, 10, 10, 20, 40)) * MB,
-            total_rps * weight / sum(weights[:1]) / 12,
+            total_rps * weight / total,
         )
         for rank, weight in enumerate(weights)
     ]

@@ -16,7 +16,7 @@ MB = 1_000_000
 WORSE = 0.1
 """What a plan may cost above the cheapest."""
 SWING = 0.05
-COUNT = settings(max_examples=300, deadline=None, derandomize=True)
+COUNT = settings(max_examples=100, deadline=None, derandomize=True)
 
 ADAPTERS = st.lists(
     st.builds(

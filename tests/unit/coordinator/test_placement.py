@@ -120,6 +120,28 @@ def test_placement(name: str, groups: dict[str, int], adapters: list[Adapter], c
     assert table(groups, adapters, current) == wanted, name
 
 
+def test_in_a_large_fleet_too_pins_are_moved_for_pins() -> None:
+    """Two groups hold two small pins each; each large pin finds room only beside one of them."""
+    small, large, rest = ([digest_of(f"{kind}{n}".encode()) for n in range(40)] for kind in ("s", "l", "r"))
+    adapters = [Adapter(digest, 4, is_pinned=True) for digest in small[:4]]
+    adapters += [Adapter(digest, 6, is_pinned=True) for digest in large[:4]]
+    adapters += [Adapter(digest, 1, 1.0) for digest in rest]
+    current = {"g0": (*small[:2], rest[0], rest[1]), "g1": tuple(small[2:4])}
+    found = table({f"g{n}": 10 for n in range(4)}, adapters, current)
+    assert {digest for group in found.values() for digest in group} == {*small[:4], *large[:4]}
+
+
+def test_in_a_large_fleet_too_the_hotter_push_out_the_colder_and_the_load_stays_even() -> None:
+    """Each of 60 that are there is as cold; of 30 that come all are hot and find room by exchange alone."""
+    cold, hot = ([digest_of(f"{kind}{n}".encode()) for n in range(60)] for kind in ("cold", "hot"))
+    current = {f"g{n}": held(*cold[15 * n : 15 * n + 15]) for n in range(4)}
+    adapters = [Adapter(digest, 1, 0.01) for digest in cold] + [Adapter(digest, 1, 1.0) for digest in hot[:30]]
+    found = table(dict.fromkeys(current, 15), adapters, current)
+    hot_ones = [len(set(digests) & set(hot)) for digests in found.values()]
+    assert sum(hot_ones) == 30
+    assert max(hot_ones) <= 9
+
+
 def test_only_the_given_share_of_a_group_is_planned() -> None:
     assert table({"g1": 10}, [Adapter(A, 5), Adapter(B, 5)], fill=0.9) == {"g1": (A,)}
 

@@ -41,7 +41,7 @@ def fill(draft: Draft, wanted: list[int]) -> None:
 def refill(draft: Draft, among: Iterable[int]) -> None:
     """Put what is worth something and has lost its place where there is room now."""
     roomiest = max(draft.free)
-    for a in lacking(draft, (a for a in among if draft.rps[a] and draft.num_bytes[a] <= roomiest)):
+    for a in lacking(draft, (a for a in among if draft.num_bytes[a] <= roomiest and draft.worth(a, 1))):
         room = [group for group in range(len(draft.free)) if draft.can_hold(group, a)]
         if room:
             draft.put(a, min(room, key=lambda group: (draft.occupation_with(group, a), group)))

@@ -90,7 +90,7 @@ def _homes(
     number = {adapter.digest: a for a, adapter in enumerate(adapters)}
     found: dict[int, list[int]] = defaultdict(list)
     for g, group in enumerate(groups):
-        for digest in sorted(set(current.get(group.id, ()))):
+        for digest in set(current.get(group.id, ())):
             if digest in number:
                 found[number[digest]].append(g)
     return {a: tuple(held) for a, held in sorted(found.items())}

@@ -15,6 +15,17 @@ from infinilora.coordinator.fill import fill, lacking, refill
 
 def repack(draft: Draft, budget: Budget) -> bool:
     """Try each copy's room for others, groups emptied and filled again, trades. Whether anything changed."""
+    unasked = [(a, group) for group, ranked in enumerate(draft.by_worth) for worth, a in ranked if not worth]
+    for a, group in unasked:  # they stand in the way, and cost nothing elsewhere
+        draft.drop(a, group)
+    changed = _steps(draft, budget)
+    for a, group in unasked:
+        if draft.can_hold(group, a):
+            draft.put(a, group)
+    return changed
+
+
+def _steps(draft: Draft, budget: Budget) -> bool:
     changed = False
     held = [(a, group) for group, ranked in enumerate(draft.by_worth) for _, a in ranked]
     for a, group in held:
@@ -23,7 +34,9 @@ def repack(draft: Draft, budget: Budget) -> bool:
     everywhere = tuple(range(len(draft.free)))
     pairs = product(combinations(everywhere, 2), (None,), ("worth", "size", "load"))
     firsts = product((everywhere,), product(range(len(draft.adapters)), everywhere), ("worth",))
-    for (groups, first, order), tight in product([*pairs, *firsts], (False, True)):
+    left_out = [a for a, where in enumerate(draft.where) if not where and draft.rps[a]]
+    sizes = product((everywhere,), product(left_out, everywhere), ("size",))
+    for (groups, first, order), tight in product([*pairs, *firsts, *sizes], (False, True)):
         if budget.spend(len(draft.adapters)):
             changed |= _afresh(draft, groups, first, order, tight=tight)
     return changed | _trade(draft, budget)
@@ -39,7 +52,7 @@ def _without(draft: Draft, a: int, group: int) -> bool:
 
 def _afresh(draft: Draft, groups: tuple[int, ...], first: tuple[int, int] | None, order: str, *, tight: bool) -> bool:
     """`first`: an adapter and the group that it gets before all others; `tight`: where the least room would be left."""
-    mark = draft.mark()
+    mark, where = draft.mark(), list(draft.where)
     for group in groups:
         for _, a in list(draft.by_worth[group]):
             draft.drop(a, group)
@@ -48,7 +61,15 @@ def _afresh(draft: Draft, groups: tuple[int, ...], first: tuple[int, int] | None
     wanted = lacking(draft)
     if order != "worth":
         most = draft.num_bytes if order == "size" else draft.rps
-        wanted.sort(key=lambda a: (not draft.adapters[a].is_pinned, draft.rps[a] == 0, -most[a], a))
+        wanted.sort(
+            key=lambda a: (
+                not draft.adapters[a].is_pinned,
+                draft.rps[a] == 0,
+                bool(first) and not where[a],
+                -most[a],
+                a,
+            )
+        )
     if tight:
         _pack(draft, wanted)
     else:

@@ -134,15 +134,15 @@ def _may_pay(draft: Draft, busy: int, idle: int) -> bool:
 def _relieve(draft: Draft, busy: int, idle: int, budget: Budget) -> bool:
     """Whether one step from `busy` to `idle` was found that pays: a move, or two copies that change places."""
     gap = draft.busyness(busy) - draft.busyness(idle)
-    ideal = gap / (1 / draft.fair[busy] + 1 / draft.fair[idle])
+    ideal, least = gap / (1 / draft.fair[busy] + 1 / draft.fair[idle]), list[int]()
     for _, a in nsmallest(NEAREST, ((abs(share - ideal), a) for share, a in _shares(draft, busy) if share > 0)):
         if draft.can_hold(idle, a):
             if budget.spend() and _swap(draft, busy, idle, a, None):
                 return True
             continue
-        for _, other in nsmallest(NEAREST, _shares(draft, idle)):
-            if budget.spend() and _swap(draft, busy, idle, a, other):
-                return True
+        least = least or [other for _, other in nsmallest(NEAREST, _shares(draft, idle))]
+        if any(budget.spend() and _swap(draft, busy, idle, a, other) for other in least):
+            return True
     return False
 
 

@@ -21,7 +21,7 @@ class Settings(Common):
     """A leader that does not renew for so long is no leader; a standby takes over a moment later."""
     reconcile_s: float = Field(default=1.0, gt=0)
     hot_rps: float = Field(default=2.0, gt=0)
-    """An adapter asked for this often is placed on two groups."""
+    """For each so many requests per second an adapter is placed on one group more."""
     fill: float = Field(default=0.9, gt=0, le=1)
     """Share of a group's bytes that placement plans with; the rest is for what arrives unplanned."""
     max_hints: int = Field(default=4, ge=0)
