@@ -169,7 +169,7 @@ class Reconciler:
             Group(group, load.bytes_total, host=servers[group].beat.address.rpartition(":")[0])
             for group, load in loads.items()
         ]
-        # A large fleet takes a second or two: the lease has to be renewed meanwhile.
+        # A large fleet takes seconds: the lease has to be renewed meanwhile.
         plan = await asyncio.to_thread(place, groups, adapters, current, fill=self._policy.fill)
         table = by_group(plan, groups)
         if table != current:
