@@ -49,11 +49,14 @@ class PlainLora:
 
     def __init__(self, card: BaseCard) -> None:
         self._sites = card.geometry()
-        self._num_layers = card.num_layers
+        self.num_layers = card.num_layers
         self._pairs: dict[Digest, dict[str, Pair]] = {}
         self._slots: dict[Digest, int] = {}
+        self._generations: Counter[Digest] = Counter()
         self.holders: Counter[Digest] = Counter()
         self.status: dict[Digest, LeaseStatus] = {}
+        self.layers_ready: Counter[Digest] = Counter()
+        """Of an ADMISSIBLE digest. What is submitted for a later layer fails the test."""
         self.lose: Counter[Digest] = Counter()
         self.lose_heads: Counter[Digest] = Counter()
         """How often the delta of lm_head of a digest will still be lost."""
@@ -77,8 +80,14 @@ class PlainLora:
             if key.endswith((".lora_A.weight", ".lora_embedding_A"))
         }
         self._slots[digest] = len(self._slots)
+        self._generations[digest] = 1
         self.status[digest] = LeaseStatus.RESIDENT
         return digest
+
+    def restage(self, digest: Digest, layers_ready: int) -> None:
+        """Its slot was another's since: a new tenancy begins, which has so many layers."""
+        self._generations[digest] += 1
+        self.status[digest], self.layers_ready[digest] = LeaseStatus.ADMISSIBLE, layers_ready
 
     def want(self, digest: Digest) -> None:
         self.holders[digest] += 1
@@ -93,7 +102,8 @@ class PlainLora:
         if status is LeaseStatus.FAILED:
             return LeaseView(status, error=AdapterFailed(f"{digest} is broken, says the test"))
         ready = status in (LeaseStatus.RESIDENT, LeaseStatus.ADMISSIBLE)
-        return LeaseView(status, lease=self._lease(digest) if ready else None)
+        lease = self._lease(digest) if ready else None
+        return LeaseView(status, lease=lease, layers_ready=self.layers_ready[digest])
 
     def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> PlainPlan | None:
         if not rows:
@@ -110,6 +120,8 @@ class PlainLora:
         if not plan.adapts(layer, site):
             return None
         self.submits += 1
+        for _, _, lease in plan.rows:
+            assert self.view(lease.digest).has_layers(layer + 1), f"layer {layer} of {lease.digest} is not there"
         geometry = self._sites[layer, site]
         delta = torch.zeros(self._out_shape(geometry, plan.num_rows, routing))
         for start, count, lease in plan.rows:
@@ -142,11 +154,11 @@ class PlainLora:
         assert not any(self.holders.values()), f"leases leaked: {self.holders}"
 
     def _lease(self, digest: Digest) -> Lease:
-        masks = [0] * (self._num_layers + 1)
+        masks = [0] * (self.num_layers + 1)
         for (layer, site), geometry in self._sites.items():
             if any(name in self._pairs[digest] for _, name in _modules(geometry)):
                 masks[layer] |= 1 << site
-        return Lease(digest, "plain", self._slots[digest], 1, tuple(masks))
+        return Lease(digest, "plain", self._slots[digest], self._generations[digest], tuple(masks))
 
     def _out_shape(self, geometry: SiteGeometry, rows: int, routing: Routing | None) -> tuple[int, ...]:
         if geometry.site is Site.MOE_GATE_UP:

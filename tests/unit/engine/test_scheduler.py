@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from typing_extensions import override
 
 from infinilora.engine.sched.blocks import BlockPool
-from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Scheduler
+from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Rows, Scheduler
 from infinilora.engine.sequence import Phase, SamplingParams, Sequence
 from infinilora.protocol.ids import Digest, digest_of
 
@@ -35,14 +35,18 @@ class HandLeases:
 
 
 class Bench:
-    """A scheduler, its leases, and `step`: schedule, complete all rows, append a token where one is due."""
+    """A scheduler, its leases, and `step`: schedule, complete all rows, append a token where one is due.
+
+    Rows of an adapter that loads are complete when it is READY; `parked` are those on their way.
+    """
 
     def __init__(
         self, *, blocks: int = 64, size: int = 4, running: int = 8, tokens: int = 16, bypass: int = 1000
     ) -> None:
         self.leases = HandLeases()
         self.pool = BlockPool(blocks, size)
-        self.scheduler = Scheduler(Limits(running, tokens, bypass), self.pool, self.leases)
+        self.scheduler = Scheduler(Limits(running, tokens, bypass, max_parked=2), self.pool, self.leases)
+        self.parked: list[list[Rows]] = []
 
     def add(self, prompt: int | list[int], *, digest: Digest | None = None, max_tokens: int = 4) -> Sequence:
         tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
@@ -54,15 +58,35 @@ class Bench:
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
         assert sum(r.count for r in plan.rows) <= self.scheduler.limits.step_tokens
-        for rows in plan.rows:
-            assert rows.sequence.phase is Phase.RUNNING
-            self.scheduler.complete(rows)
-            if rows.reaches_end:
-                rows.sequence.tokens.append(7)
-                if rows.sequence.num_produced >= rows.sequence.params.max_tokens:
-                    self.scheduler.remove(rows.sequence)
+        assert sum(r.count for r in plan.loading) <= self.scheduler.limits.step_tokens
+        assert not any(r.sequence.is_parked for r in plan.rows)
+        self._complete(plan.rows)
+        self._pass_through(plan.loading)
         self.scheduler.check()
         return plan
+
+    def _complete(self, rows: list[Rows]) -> None:
+        for each in rows:
+            assert each.sequence.phase is Phase.RUNNING
+            self.scheduler.complete(each)
+            if each.reaches_end:
+                each.sequence.tokens.append(7)
+                if each.sequence.num_produced >= each.sequence.params.max_tokens:
+                    self.scheduler.remove(each.sequence)
+
+    def _pass_through(self, planned: list[Rows]) -> None:
+        """What is through is complete; where a sequence has left, the pass is given up."""
+        still = []
+        for rows in [*self.parked, planned] if planned else self.parked:
+            is_whole = all(r.sequence.is_parked for r in rows)
+            is_through = all(self.scheduler._state(r.sequence) is LeaseState.READY for r in rows)
+            if is_whole and not is_through:
+                still.append(rows)
+                continue
+            self.scheduler.unpark(r.sequence for r in rows)
+            if is_whole:
+                self._complete(rows)
+        self.parked = still
 
     def finish(self, max_steps: int = 500) -> int:
         for steps in range(max_steps):
@@ -75,7 +99,11 @@ class Bench:
 
 
 def rows(plan: Plan) -> list[tuple[int, int, int]]:
-    return [(r.sequence.num_prompt, r.start, r.count) for r in plan.rows]
+    return rows_of(plan.rows)
+
+
+def rows_of(found: list[Rows]) -> list[tuple[int, int, int]]:
+    return [(r.sequence.num_prompt, r.start, r.count) for r in found]
 
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
@@ -255,6 +283,60 @@ def test_a_slow_load_builds_no_fence() -> None:
         assert other.phase is Phase.FINISHED
 
 
+def test_rows_of_an_adapter_that_loads_are_planned_apart_one_adapter_at_a_time() -> None:
+    bench = Bench(tokens=16)
+    for digest in (ALPHA, BETA, GAMMA):
+        bench.leases.states[digest] = LeaseState.ADMISSIBLE
+    first, second, other, third = (bench.add(5, digest=d) for d in (ALPHA, ALPHA, BETA, GAMMA))
+    base = bench.add(6)
+
+    plan = bench.step()
+    assert [r.sequence for r in plan.rows] == [base]
+    assert [r.sequence for r in plan.loading] == [first, second]
+    plan = bench.step()
+    assert [r.sequence for r in plan.loading] == [other]
+    late = bench.add(5, digest=ALPHA)
+    assert bench.step().loading == [], "two adapters are parked, and the third waits"
+
+    bench.leases.states[ALPHA] = LeaseState.READY
+    assert [r.sequence for r in bench.step().rows] == [base, late], "those that are parked wait for their own pass"
+    assert [first.num_computed, second.num_computed] == [5, 5]
+    assert [r.sequence for r in bench.step().loading] == [third]
+    bench.leases.states.clear()
+    bench.finish()
+
+
+def test_a_pass_has_at_most_the_tokens_of_a_step_and_the_rest_of_a_prompt_comes_when_all_layers_are_there() -> None:
+    bench = Bench(tokens=16)
+    bench.leases.states[ALPHA] = LeaseState.ADMISSIBLE
+    long = bench.add(20, digest=ALPHA)
+    short = bench.add(3, digest=ALPHA)
+    assert rows_of(bench.step().loading) == [(20, 0, 16)]
+    assert bench.step().loading == []
+    assert (long.is_parked, short.phase) == (True, Phase.WAITING)
+    bench.leases.states[ALPHA] = LeaseState.READY
+    bench.step()
+    assert (long.is_parked, long.num_computed) == (False, 16)
+    bench.finish()
+
+
+def test_a_parked_sequence_that_is_preempted_is_parked_no_more_and_keeps_no_block() -> None:
+    bench = Bench(blocks=6, size=4, tokens=64)
+    bench.leases.states[ALPHA] = LeaseState.ADMISSIBLE
+    old = bench.add(7, max_tokens=12)
+    parked = bench.add(7, digest=ALPHA, max_tokens=4)
+    plan = bench.step()
+    assert parked.is_parked
+    bench.leases.states[ALPHA] = LeaseState.LOADING
+    while not plan.preempted:
+        plan = bench.step()
+    assert plan.preempted == [parked]
+    assert (parked.is_parked, parked.blocks, bench.parked) == (False, [], [])
+    assert old.phase is Phase.RUNNING
+    bench.leases.states.clear()
+    bench.finish()
+
+
 def test_degrading_keeps_the_place_and_forgets_the_adapter() -> None:
     bench = Bench()
     bench.leases.states[ALPHA] = LeaseState.FAILED
@@ -287,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, prompt: list[int], digest: Digest | None, max_tokens: int) -> None:
         self.bench.add(prompt, digest=digest, max_tokens=max_tokens)
 
-    @rule(digest=st.sampled_from([ALPHA, BETA, GAMMA]), state=st.sampled_from(list(LeaseState)[:3]))
+    @rule(digest=st.sampled_from([ALPHA, BETA, GAMMA]), state=st.sampled_from(list(LeaseState)[:4]))
     def lease_moves(self, digest: Digest, state: LeaseState) -> None:
         self.bench.leases.states[digest] = state
 
@@ -300,7 +382,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose_a_step(self, data: st.DataObject) -> None:
         """Rows are scheduled, none completes."""
-        self.bench.scheduler.schedule()
+        plan = self.bench.scheduler.schedule()
+        self.bench.scheduler.unpark(rows.sequence for rows in plan.loading)
 
     @rule()
     def step(self) -> None:

@@ -32,15 +32,25 @@ class Client:
 def trouble(dice: random.Random, engine: TestEngine, lora: PlainLora, digests: list[Digest]) -> None:
     """Between two rounds: a lease moves, or deltas are lost."""
     digest = dice.choice(digests)
-    match dice.randrange(6):
+    match dice.randrange(8):
         case 0:
             lora.status[digest] = LeaseStatus.WAITING
         case 1 | 2:
             lora.status[digest] = LeaseStatus.RESIDENT
         case 3:
             lora.lose[digest] = 1 if lora.holders[digest] else 0
+        case 4 | 5:
+            load_some(dice, lora, digest)
         case _:
             engine.loop.wake()
+
+
+def load_some(dice: random.Random, lora: PlainLora, digest: Digest) -> None:
+    """An adapter begins to load, or gets some more layers."""
+    if lora.status[digest] is LeaseStatus.ADMISSIBLE:
+        lora.layers_ready[digest] = min(lora.layers_ready[digest] + dice.randrange(1, 3), lora.num_layers)
+    else:
+        lora.status[digest], lora.layers_ready[digest] = LeaseStatus.ADMISSIBLE, 1
 
 
 def soak(seed: int, num_clients: int, model: TinyModel, adapters: list[Path]) -> list[Client]:

@@ -21,8 +21,9 @@ class Job:
     times_lost: int = 0
 
     @property
-    def is_running(self) -> bool:
-        return self.sequence.phase is Phase.RUNNING
+    def lost_adapter(self) -> bool:
+        """Whether an adapter that is not ready was so before: the sequence runs, and not on layers that still come."""
+        return self.sequence.phase is Phase.RUNNING and not self.sequence.is_parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +37,4 @@ class Patience:
     lost_s: float = 1.5
 
     def limit_s(self, job: Job) -> float:
-        return self.lost_s if job.is_running else self.loading_s
+        return self.lost_s if job.lost_adapter else self.loading_s

@@ -26,7 +26,6 @@ class BackendLeases:
             del self._holders[digest]
 
     def state(self, digest: Digest) -> LeaseState:
-        """ADMISSIBLE counts as loading: a step runs rows whose adapter is resident in all layers."""
         if digest not in self._holders:
             return LeaseState.NO_SLOT
         view = self._backend.view(digest)
@@ -36,7 +35,7 @@ class BackendLeases:
             case LeaseStatus.FAILED:
                 return LeaseState.FAILED
             case LeaseStatus.ADMISSIBLE:
-                return LeaseState.LOADING
+                return LeaseState.ADMISSIBLE
             case LeaseStatus.WAITING:
                 return LeaseState.NO_SLOT if view.lease is None else LeaseState.LOADING
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from infinilora.engine.events import Ended, Event, Failed, FinishReason, Hooks, Produced, PromptScored, Sink, StepReport
 from infinilora.engine.job import Job, Patience
 from infinilora.engine.leases import BackendLeases
+from infinilora.engine.loading import LoadingPasses
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.runner import Outcome, Runner
 from infinilora.engine.sampler import Sampled
@@ -54,6 +55,7 @@ class EngineLoop:
         self._lora = lora
         self._leases = BackendLeases(lora)
         self._scheduler = Scheduler(limits, pool, self._leases)
+        self._loading = LoadingPasses(runner, self._scheduler)
         self._max_waiting = max_waiting
         self._patience = patience or Patience()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -120,6 +122,7 @@ class EngineLoop:
         """AssertionError unless nothing is left: no job, block, lease, ticket. Only when idle, or after `stop`."""
         assert not self._jobs, f"{len(self._jobs)} jobs are left"
         self._scheduler.check_idle()
+        self._loading.check_idle()
         self._leases.check_idle()
         self._lora.check()
 
@@ -152,9 +155,10 @@ class EngineLoop:
         rows = [r for r in plan.rows if r.sequence.phase is Phase.RUNNING]
         if rows:
             self._step(rows, plan)
+        has_moved = self._advance_loading(plan.loading)
         self._publish_load()
         self._hooks.flush()
-        return bool(rows or plan.preempted or plan.failed)
+        return bool(rows or plan.preempted or plan.failed or has_moved)
 
     def _drain_inbox(self) -> None:
         while self._inbox:
@@ -168,15 +172,32 @@ class EngineLoop:
         self._publish_load()
 
     def _step(self, rows: list[Rows], plan: Plan) -> None:
-        started, cached = time.perf_counter(), 0
-        for item in rows:
-            job = self._jobs[item.sequence]
-            if job.first_step_at is None:
-                job.first_step_at = started
-                cached += item.sequence.num_cached
+        started = time.perf_counter()
+        cached = self._begin(rows, started)
         outcome = self._runner.run(rows)
         self._settle(outcome)
         self._hooks.on_step(_report(outcome, plan, cached, time.perf_counter() - started))
+
+    def _begin(self, rows: list[Rows], now: float) -> int:
+        """Note whose first step this is; how many cached tokens they bring."""
+        cached = 0
+        for item in rows:
+            job = self._jobs[item.sequence]
+            if job.first_step_at is None:
+                job.first_step_at = now
+                cached += item.sequence.num_cached
+        return cached
+
+    def _advance_loading(self, planned: list[Rows]) -> bool:
+        """Begin what was planned for an adapter that still loads, and move one such pass. False: none could."""
+        if planned:
+            self._begin([item for item in planned if item.sequence in self._jobs], time.perf_counter())
+            self._loading.open(planned)
+        has_moved, outcome, seconds = self._loading.advance()
+        if outcome is not None:
+            self._settle(outcome)
+            self._hooks.on_step(_report(outcome, Plan(), 0, seconds))
+        return has_moved
 
     def _settle(self, outcome: Outcome) -> None:
         for rows in outcome.lost:
@@ -209,6 +230,7 @@ class EngineLoop:
     def _lost(self, job: Job) -> None:
         """Its rows are run again whole, a bounded number of times."""
         job.times_lost += 1
+        job.paused_since = None
         if job.times_lost > _MAX_LOSSES:
             message = f"the deltas of adapter {job.sequence.digest} were lost {job.times_lost} times in a row"
             self._fail(job, AdapterFailed(message, retry_after_s=1.0))
@@ -270,7 +292,7 @@ class EngineLoop:
         limit_s = self._patience.limit_s(job)
         if now - job.paused_since < limit_s:
             return
-        if job.is_running:
+        if job.lost_adapter:
             lost = f"adapter {digest} was lost in use and did not come back within {limit_s:.1f} s"
             self._without_adapter(job, AdapterFailed(lost, retry_after_s=1.0))
         else:

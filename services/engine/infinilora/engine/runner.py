@@ -4,6 +4,8 @@ Knows the model, the LoRA interface and the sampler; decides nothing about who r
 neighbours and base rows come last. When the deltas of some rows are lost, those rows are dropped and the step
 is run again without them: what they wrote into the cache is overwritten when they are run again.
 
+Rows whose adapter still loads go through the model apart, in a `Pass` that stops where a layer is missing.
+
 Logits are of a few of a step's rows, so adapters of lm_head have a plan of their own, made only if there are any.
 """
 
@@ -19,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LoraBackend, StepLost
+from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LeaseView, LoraBackend, StepLost
 from infinilora.engine.model.batch import Batch
-from infinilora.engine.model.decoder import Decoder
+from infinilora.engine.model.decoder import Decoder, Flow
 from infinilora.engine.model.ops import Paging
 from infinilora.engine.sampler import Sampled, TokenScore, sample, score
 from infinilora.engine.sched.scheduler import Rows
@@ -52,6 +54,16 @@ class Outcome:
     lost: list[Rows] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Pass:
+    """Rows of one adapter that still loads, on their way through the model: as far as it has layers, then parked."""
+
+    rows: list[Rows]
+    lease: Lease | None
+    flow: Flow
+    seconds: float = 0.0
+
+
 class Runner:
     """Runs steps, one at a time, in the engine's step thread."""
 
@@ -72,6 +84,54 @@ class Runner:
                 return outcome
             placed = [p for p in placed if p.rows not in outcome.lost]
         return outcome
+
+    def open(self, rows: Many[Rows]) -> Pass:
+        """Begin a pass of rows of one adapter; `advance` takes it through."""
+        digest = rows[0].sequence.digest
+        assert digest is not None
+        return Pass(list(rows), self._lora.view(digest).lease, Flow(self._batch(list(rows))))
+
+    def can_advance(self, part: Pass) -> bool:
+        """Whether `advance` has something to do now."""
+        view = self._view(part)
+        return view is None or view.status is LeaseStatus.RESIDENT or self._until(part, view) > part.flow.layer
+
+    @torch.inference_mode()
+    def advance(self, part: Pass) -> Outcome | None:
+        """Run the layers that its adapter has by now; None: parked again. A tenancy that is over loses all rows."""
+        outcome, view, lease = Outcome(), self._view(part), part.lease
+        if view is None or lease is None:
+            outcome.lost += part.rows
+            return outcome
+        placed = [Placed(rows, lease) for rows in part.rows]
+        until = self._until(part, view)
+        if until > part.flow.layer and not self._proceed(part, placed, until, outcome):
+            return outcome
+        if view.status is not LeaseStatus.RESIDENT:
+            return None
+        self._read(self._decoder.finish(part.flow), placed, outcome)
+        return outcome
+
+    def _view(self, part: Pass) -> LeaseView | None:
+        """What is known of the pass's tenancy; None when it is not the adapter's any more."""
+        view = None if part.lease is None else self._lora.view(part.lease.digest)
+        return view if view is not None and view.has_layers(1) and view.lease == part.lease else None
+
+    def _until(self, part: Pass, view: LeaseView) -> int:
+        num_layers = self._decoder.spec.num_layers
+        return num_layers if view.has_layers(num_layers) else max(view.layers_ready, part.flow.layer)
+
+    def _proceed(self, part: Pass, placed: list[Placed], until: int, outcome: Outcome) -> bool:
+        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), _trace_of(placed))
+        try:
+            self._decoder.proceed(part.flow, self._lora, plan, until=until)
+        except StepLost as loss:
+            _lose(loss, placed, outcome)
+            return False
+        finally:
+            if plan is not None:
+                self._lora.end(plan)
+        return True
 
     def _place(self, rows: Many[Rows], outcome: Outcome) -> list[Placed]:
         """Order by group and slot, base last. Rows whose adapter is not resident any more are lost."""

@@ -44,7 +44,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in this engine. The scheduler owns `phase`, `blocks`, `num_computed`; the loop owns the rest.
+    """One request in this engine. The scheduler owns `phase`, `blocks`, `num_computed`, `is_parked`; the loop the rest.
 
     `digest` is the adapter every row is computed with: it changes only before the first token, to None, when
     the caller accepted base output (`degraded`). `chain` holds the cache keys of full blocks, grown as needed.
@@ -70,6 +70,8 @@ class Sequence:
     times_bypassed: int = 0
     num_preemptions: int = 0
     holds_lease: bool = False
+    is_parked: bool = False
+    """Its rows are part way through the model, at a layer that its adapter does not have yet."""
 
     @property
     def num_known(self) -> int:

@@ -107,7 +107,7 @@ class LeaseBook:
             if count >= len(lease.layer_sites):
                 entry.view = LeaseView(LeaseStatus.RESIDENT, lease)
             elif count > 0:
-                entry.view = LeaseView(LeaseStatus.ADMISSIBLE, lease)
+                entry.view = LeaseView(LeaseStatus.ADMISSIBLE, lease, layers_ready=count)
 
     def put_scale(self, group: str, digest: Digest, scale: SiteScale, *, slot: int, slot_generation: int) -> None:
         """A column scale of this tenancy; one of another is old. Raises Internal where the lease names none."""

@@ -51,11 +51,19 @@ class LeaseView:
     """What is known of a wanted adapter. `lease` is set if ADMISSIBLE or RESIDENT, `error` if FAILED.
 
     A WAITING view with a lease has its slot and waits for its first layer; without one it waits for a slot.
+    `layers_ready` counts the leading layers that an ADMISSIBLE one has.
     """
 
     status: LeaseStatus
     lease: Lease | None = None
     error: InfiniLoraError | None = None
+    layers_ready: int = 0
+
+    def has_layers(self, count: int) -> bool:
+        """Whether layers 0..count-1 may be computed now; lm_head is the layer after the last of the model."""
+        return self.status is LeaseStatus.RESIDENT or (
+            self.status is LeaseStatus.ADMISSIBLE and self.layers_ready >= count
+        )
 
 
 class AdapterRows(NamedTuple):

@@ -99,7 +99,8 @@ class LocalLora:
             return LeaseView(LeaseStatus.FAILED, error=state.error)
         if state.is_resident:
             return LeaseView(LeaseStatus.RESIDENT, lease)
-        return LeaseView(LeaseStatus.ADMISSIBLE if state.is_admissible else LeaseStatus.WAITING, lease)
+        status = LeaseStatus.ADMISSIBLE if state.is_admissible else LeaseStatus.WAITING
+        return LeaseView(status, lease, layers_ready=state.layers_ready)
 
     def begin(self, rows: Sequence[AdapterRows], trace: bytes = b"") -> StepPlan | None:  # noqa: ARG002
         if not rows:

@@ -5,6 +5,7 @@ adapters has no plan and never reaches the LoRA interface.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ from infinilora.engine.model.weights import LayerWeights, MlpWeights, ModelWeigh
 from infinilora.protocol.adapter import Site
 
 
+@dataclass(slots=True)
+class Flow:
+    """A batch part way through the model: before layer `layer`; `out` of the layer before is not added yet.
+
+    It may be left and taken up again; what it wrote into the cache is only its own rows'.
+    """
+
+    batch: Batch
+    layer: int = 0
+    residual: Tensor | None = None
+    out: Tensor | None = None
+
+
 class Decoder:
     """A model on one device. `forward` writes the batch's keys and values into `kv` and keeps nothing else."""
 
@@ -32,19 +46,32 @@ class Decoder:
 
     def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come."""
+        flow = Flow(batch)
+        self.proceed(flow, lora, plan, until=self.spec.num_layers)
+        return self.finish(flow)
+
+    def proceed(self, flow: Flow, lora: LoraBackend, plan: StepPlan | None, *, until: int) -> None:
+        """Run the layers before layer `until`. Raises StepLost: the flow is void then."""
         deltas = _deltas(lora, plan)
         ops, eps = self.ops, self.spec.norm_eps
-        residual = deltas.embed(batch.token_ids, self.weights.embed)
-        out: Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
+        residual, out = flow.residual, flow.out
+        if residual is None:
+            residual = flow.residual = deltas.embed(flow.batch.token_ids, self.weights.embed)
+        for index in range(flow.layer, until):
+            layer = self.weights.layers[index]
             if out is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = ops.add_rms_norm(out, residual, layer.input_norm, eps)
-            out = self._attention(index, layer, x, batch, deltas)
+            out = self._attention(index, layer, x, flow.batch, deltas)
             x = ops.add_rms_norm(out, residual, layer.post_norm, eps)
             out = self._mlp(index, layer, x, deltas)
-        return residual if out is None else residual.add_(out)
+        flow.layer, flow.out = until, out
+
+    def finish(self, flow: Flow) -> Tensor:
+        """Hidden states [T, h] of a flow that is through all layers. Once."""
+        assert flow.residual is not None
+        return flow.residual if flow.out is None else flow.residual.add_(flow.out)
 
     def logits(self, hidden: Tensor, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """fp32 [rows, vocab] of some rows of what `forward` returned. `plan` counts these rows; raises StepLost."""

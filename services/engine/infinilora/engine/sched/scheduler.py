@@ -13,11 +13,14 @@ ones in order of arrival. Three rules about waiting:
    adapters behind it give their leases up and wait, so that a slot comes free. Base sequences go on.
    Hence nobody is passed more than `max_bypass` times plus the sequences admitted in that very step.
 
+Rows of an adapter that is only admissible, its first layers being there, are never of a step with others: they are
+planned apart (`Plan.loading`), one adapter at a time, and are *parked* in the model where it has no layer yet.
+
 Pure: leases are asked through the `Leases` given, time and memory are nobody's business here.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -28,10 +31,14 @@ from infinilora.protocol.ids import Digest
 
 
 class LeaseState(Enum):
-    """What a sequence may do now. NO_SLOT: nothing is on its way; LOADING: a slot is being filled."""
+    """What a sequence may do now. NO_SLOT: nothing is on its way; LOADING: a slot is being filled.
+
+    ADMISSIBLE: it has its first layer, and the others are on their way.
+    """
 
     NO_SLOT = "no slot"
     LOADING = "loading"
+    ADMISSIBLE = "admissible"
     READY = "ready"
     FAILED = "failed"
 
@@ -53,6 +60,8 @@ class Limits:
     max_running: int
     step_tokens: int
     max_bypass: int = 256
+    max_parked: int = 4
+    """Adapters that may have rows parked in the model at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ class Plan:
     """What one call of `schedule` decided."""
 
     rows: list[Rows] = field(default_factory=list)
+    loading: list[Rows] = field(default_factory=list)
+    """Rows of one adapter that is still loading, now parked before layer 0: `unpark` them when they are through."""
     preempted: list[Sequence] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
     """Their lease failed: the owner ends or degrades them."""
@@ -130,6 +141,11 @@ class Scheduler:
             self.pool.commit(sequence.blocks[index], sequence.chain[index])
         sequence.num_committed = max(sequence.num_committed, full)
 
+    def unpark(self, sequences: Iterable[Sequence]) -> None:
+        """Their rows are through the model, or given up."""
+        for sequence in sequences:
+            sequence.is_parked = False
+
     def check(self) -> None:
         """Raise AssertionError unless lists, phases, blocks and the pool agree."""
         self.pool.check()
@@ -139,6 +155,7 @@ class Scheduler:
         for s in self.waiting:
             assert s.phase is Phase.WAITING, f"{s.request_id} waits in phase {s.phase}"
             assert not s.blocks, f"{s.request_id} waits and has blocks"
+            assert not s.is_parked, f"{s.request_id} waits and is parked in the model"
         for s in self.running:
             assert s.phase is Phase.RUNNING, f"{s.request_id} runs in phase {s.phase}"
             assert s.num_computed <= len(s.blocks) * self.pool.block_size, f"{s.request_id} outgrew its blocks"
@@ -165,12 +182,15 @@ class Scheduler:
         return budget
 
     def _runnable(self, plan: Plan, *, decode: bool) -> Iterator[Sequence]:
-        """Running sequences with a ready lease, oldest first. One whose lease is lost pauses and keeps its blocks."""
+        """Running sequences with a ready lease, oldest first. One whose lease is lost pauses and keeps its blocks.
+
+        Parked ones wait for their own pass.
+        """
         for sequence in sorted(self.running, key=_arrival):
             if (sequence.num_missing == 1) is not decode:
                 continue
             match self._state(sequence):
-                case LeaseState.READY:
+                case LeaseState.READY if not sequence.is_parked:
                     yield sequence
                 case LeaseState.FAILED:
                     plan.failed.append(sequence)
@@ -226,9 +246,6 @@ class Scheduler:
             match self._state(sequence):
                 case LeaseState.FAILED:
                     plan.failed.append(sequence)
-                case LeaseState.NO_SLOT | LeaseState.LOADING as state:
-                    passed.append(sequence)
-                    fence |= state is LeaseState.NO_SLOT and sequence.times_bypassed >= self.limits.max_bypass
                 case LeaseState.READY:
                     if not self._start(sequence):
                         break
@@ -237,6 +254,26 @@ class Scheduler:
                     budget -= count
                     if sequence.digest is not None:
                         _count_bypass(passed)
+                case LeaseState.ADMISSIBLE if self._may_park(sequence, plan):
+                    if not self._start(sequence):
+                        break
+                    self._park(sequence, plan)
+                case state:
+                    passed.append(sequence)
+                    fence |= state is LeaseState.NO_SLOT and sequence.times_bypassed >= self.limits.max_bypass
+
+    def _may_park(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether a pass of its adapter can begin now, or has just been planned and has room."""
+        if plan.loading:
+            room = self.limits.step_tokens - sum(rows.count for rows in plan.loading)
+            return room > 0 and plan.loading[0].sequence.digest == sequence.digest
+        parked = {s.digest for s in self.running if s.is_parked}
+        return sequence.digest not in parked and len(parked) < self.limits.max_parked
+
+    def _park(self, sequence: Sequence, plan: Plan) -> None:
+        room = self.limits.step_tokens - sum(rows.count for rows in plan.loading)
+        plan.loading.append(Rows(sequence, sequence.num_computed, min(sequence.num_missing, room)))
+        sequence.is_parked = True
 
     def _start(self, sequence: Sequence) -> bool:
         """Hold blocks for every known token, remembered ones first. False, and nothing changed, if too few are free.
@@ -295,6 +332,7 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_committed = 0
+        sequence.is_parked = False
         self._drop(sequence)
 
 
