@@ -235,7 +235,7 @@ class Scheduler:
     # Waiting sequences ------------------------------------------------------------------------------
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        fence, passed = False, []
+        fence, passed = False, list[Sequence]()
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self.limits.max_running:
                 break
