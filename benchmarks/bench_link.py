@@ -1,9 +1,10 @@
 """make bench-link: round trips over the link between two processes, and its bandwidth beside memcpy.
 
-A round trip is what a site call costs beyond its product: submit, the server's copy of x into its answer, and
-the wait that puts the answer into y. Both ends poll for long enough to stay awake, each on a core of its own
+A round trip is what a site call costs beyond its product, as engine and LoRA server make it: a prepared call is sent,
+the server computes the delta of the smallest adapter there is (rank one: it reads all of x and writes all of the
+answer), and the wait puts the answer into y. Both ends poll for long enough to stay awake, each on a core of its own
 where there are two. The bound for bandwidth is one memcpy of the same bytes: a round trip of n bytes each way
-makes three copies (in, across by the server, out), of which the two ends overlap what they can.
+moves them three times (in, across by the server, out), of which the two ends overlap what they can.
 """
 
 import argparse
@@ -21,12 +22,16 @@ from tempfile import TemporaryDirectory
 import torch
 from harness import report
 
+from infinilora.kernels.batch import Part, segment_table
+from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.ends import EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed
-from infinilora.link.frame import PlanSegment
+from infinilora.link.frame import Header, Kind, PlanSegment
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
+from infinilora.link.times import SiteTimes
 
 COLS = 1024
+STEP, SITE = 1, 0
 WARM_UP = 300
 SPIN_S = 0.005
 
@@ -46,12 +51,22 @@ class Trips:
 
 
 def serve(end: ServerEnd) -> None:
-    """Answer every call with what it carried, until the engine closes."""
+    """Answer every call until the engine closes: column 0 of x in every column, by an adapter of rank one."""
+    kernels = SlotKernels(num_slots=1, num_layers=1)
+    a = torch.zeros(1, COLS)
+    a[0, 0] = 1.0
+    kernels.bind(0, 0, SITE, (Part(a=a, bt=torch.ones(1, COLS), scale=1.0, out_offset=0),), COLS, COLS)
+    rows = segment_table([(0, 1 << 20, 0)])
+    native = kernels.native_step()
+    if native is not None and end.use(native, SiteTimes(())):
+        native.shut(1)
+        native.load(STEP, rows, ready_layers=1, version=1)
     try:
         while True:
             call = end.recv(5.0)
             if call is not None and call.x is not None:
-                end.reply_buffer(call).copy_(call.x)
+                whole = segment_table([(0, call.header.rows, 0)])
+                kernels.dense(0, SITE, whole, call.x, end.reply_buffer(call), accumulate=False)
                 end.reply(call)
     except LinkClosed:
         return
@@ -94,12 +109,14 @@ def round_trips(end: EngineEnd, num_bytes: int, n: int) -> Trips:
     x = torch.randn(num_bytes // 4 // COLS, COLS)
     y = torch.zeros_like(x)
     times = []
-    end.send_plan(1, [PlanSegment(0, x.shape[0], 0, 1)])
+    end.send_plan(STEP, [PlanSegment(0, x.shape[0], 0, 1)])
+    ticket = end.prepare(Header(kind=Kind.SITE, site=SITE, rows=x.shape[0], in_cols=COLS, out_cols=COLS))
     for _ in range(WARM_UP + n):
         started = time.perf_counter()
-        end.wait(end.submit(1, 0, 0, x, COLS), y, deadline_s=5.0, add=False)
+        end.send(ticket, STEP, 0, x)
+        end.wait(ticket, y, deadline_s=5.0, add=False)
         times.append(time.perf_counter() - started)
-    if not torch.equal(x, y):
+    if not torch.equal(x[:, :1].expand(-1, COLS), y):
         sys.exit("a delta came back wrong")
     kept = sorted(times[WARM_UP:])
     return Trips(num_bytes, 1e6 * statistics.median(kept), 1e6 * kept[len(kept) * 99 // 100], n)

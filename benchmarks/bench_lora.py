@@ -17,7 +17,7 @@ from harness import THREADS, decode, demo_model, median, register, report, run, 
 
 from infinilora.bench.floors import measure
 
-STREAMS, ADAPTERS, RANK, TOKENS, PAIRS, ROUNDS = 32, 16, 16, 96, 5, 3
+STREAMS, ADAPTERS, RANK, TOKENS, PAIRS, ROUNDS = 32, 16, 16, 96, 5, 2
 BASE_PARAMETERS, ADAPTER_PARAMETERS = 134_515_008, 4_884_480
 
 
