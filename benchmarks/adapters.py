@@ -10,15 +10,27 @@ from safetensors.torch import save_file
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def many_adapters(root: Path, model: Path, *, count: int, rank: int, dtype: torch.dtype) -> dict[str, Path]:
+EXPERTS = ("w1", "w2", "w3", "q_proj", "k_proj", "v_proj", "o_proj")
+"""What Mixtral calls them: all experts, and attention."""
+
+
+def many_adapters(
+    root: Path, model: Path, *, count: int, rank: int, dtype: torch.dtype, targets: tuple[str, ...] = ALL_LINEAR
+) -> dict[str, Path]:
     """`count` adapters under root, named a00, a01, ...; small enough in effect that text stays text."""
     with safe_open(model / "model.safetensors", "pt") as file:
         shapes = {
             key.removesuffix(".weight"): tuple(file.get_slice(key).get_shape())
             for key in file.keys()  # noqa: SIM118 - not a mapping
-            if key.split(".")[-2] in ALL_LINEAR
+            if key.split(".")[-2] in targets
         }
     return {f"a{i:02}": _write(root / f"a{i:02}", shapes, rank=rank, dtype=dtype, seed=i) for i in range(count)}
+
+
+def num_parameters(path: Path) -> int:
+    """Of one adapter as it was written."""
+    with safe_open(path / "adapter_model.safetensors", "pt") as file:
+        return sum(file.get_slice(key).get_shape()[0] * file.get_slice(key).get_shape()[1] for key in file.keys())  # noqa: SIM118 - not a mapping
 
 
 def _write(out: Path, shapes: dict[str, tuple[int, ...]], *, rank: int, dtype: torch.dtype, seed: int) -> Path:
@@ -35,7 +47,7 @@ def _write(out: Path, shapes: dict[str, tuple[int, ...]], *, rank: int, dtype: t
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(ALL_LINEAR),
+        "target_modules": sorted({module.split(".")[-1] for module in shapes}),
         "bias": "none",
         "inference_mode": True,
     }

@@ -47,7 +47,8 @@ class PlainTicket:
 class PlainLora:
     """Adapters by digest. `status` moves a digest's lease; `lose` makes the next steps of a digest fail."""
 
-    def __init__(self, card: BaseCard) -> None:
+    def __init__(self, card: BaseCard, *, group: str = "plain") -> None:
+        self._group = group
         self._sites = card.geometry()
         self.num_layers = card.num_layers
         self._pairs: dict[Digest, dict[str, Pair]] = {}
@@ -158,7 +159,7 @@ class PlainLora:
         for (layer, site), geometry in self._sites.items():
             if any(name in self._pairs[digest] for _, name in _modules(geometry)):
                 masks[layer] |= 1 << site
-        return Lease(digest, "plain", self._slots[digest], self._generations[digest], tuple(masks))
+        return Lease(digest, self._group, self._slots[digest], self._generations[digest], tuple(masks))
 
     def _out_shape(self, geometry: SiteGeometry, rows: int, routing: Routing | None) -> tuple[int, ...]:
         if geometry.site is Site.MOE_GATE_UP:

@@ -46,7 +46,8 @@ class Link:
         self.metrics = LoraServerMetrics(self.registry)
         part = Part(a=torch.ones(1, COLS), bt=torch.ones(1, COLS), scale=2.0, out_offset=0)
         self.kernels.bind(1, 0, Site.O, (part,), COLS, COLS)
-        self.grants = Grants()
+        self.steps: list[list[int]] = []
+        self.grants = Grants(lambda slots: self.steps.append(list(slots)))
         self.grants.grant(1, 7, 1)
         self.ended = threading.Event()
         self.deaths: list[BaseException] = []
@@ -84,6 +85,7 @@ def link(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Link]:
 def test_planned_rows_get_their_delta_and_the_others_zeros(link: Link) -> None:
     link.engine.send_plan(1, [PlanSegment(1, 2, 1, 7)])
     assert link.call()[:, 0].tolist() == [0.0, 16.0, 16.0, 0.0]
+    assert link.steps == [[1]], "the pool knows whom it serves, whether Python or native code computes"
 
 
 def test_a_site_that_nobody_adapts_is_zeros(link: Link) -> None:

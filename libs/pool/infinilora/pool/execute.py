@@ -6,7 +6,7 @@ runs, what it reads belongs to the tenancy that the plan named. `StepWork` is a 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,6 +50,10 @@ class TenancyRows(NamedTuple):
     slot_generation: int
 
 
+OnStep = Callable[[Iterable[int]], None]
+"""Told the slots of a step."""
+
+
 class Grants:
     """What one holder may compute with. `lock` is held while a kernel runs; `version` changes with any grant.
 
@@ -57,11 +61,17 @@ class Grants:
     lock, is told of every change, and its running kernel is waited for as one under the lock is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: OnStep | None = None) -> None:
         self.lock = threading.Lock()
+        self._on_step = on_step
         self.version = 0
         self._granted: dict[int, tuple[int, int]] = {}
         self._native: NativeStep | None = None
+
+    def stepped(self, slots: Iterable[int]) -> None:
+        """A step of these slots begins: the pool has others wait for it a little."""
+        if self._on_step:
+            self._on_step(slots)
 
     def tell(self, native: NativeStep) -> None:
         """From now on tell this step of every change."""

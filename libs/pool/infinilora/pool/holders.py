@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from infinilora.pool.execute import Grants
+from infinilora.pool.execute import Grants, OnStep
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.tenancy import Slot
 from infinilora.protocol.errors import InfiniLoraError
@@ -52,7 +52,9 @@ class _Holder:
 class Holders:
     """Each holder's grants say the same as what it was last told."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: OnStep | None = None) -> None:
+        """`on_step` is told the slots of each step of each holder."""
+        self._on_step = on_step
         self._holders: dict[str, _Holder] = {}
 
     def grants(self, holder: str) -> Grants:
@@ -100,4 +102,4 @@ class Holders:
             holder.listeners.pop(digest)(LeaseState(digest, error=error))
 
     def _of(self, holder: str) -> _Holder:
-        return self._holders.setdefault(holder, _Holder(Grants(), {}))
+        return self._holders.setdefault(holder, _Holder(Grants(self._on_step), {}))

@@ -3,7 +3,8 @@
 A *load* is one digest on its way: first *sized* (its manifest read), then it rests until it is given memory, then its
 layers come, verified and bound, one by one. There is one load for a digest at a time. A thread takes a load for one
 piece of work (the manifest, or one layer) and puts it behind the others, so that a large adapter never keeps a small
-one waiting for longer than a layer. A load that nobody wants is cancelled between two layers.
+one waiting for longer than a layer. A load that nobody wants is cancelled between two layers. Between two layers a load
+also rests, for as long as `Pace` says, so that those who use resident adapters hardly notice it.
 
 There are two lanes, each with threads of its own: *near* for what this host has, *far* for what waits for the store. A
 load begins near and changes over once. So a store that hangs never holds up an adapter that is in the cache.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from infinilora.kernels.batch import SiteWeights
 from infinilora.pool.bind import site_weights
+from infinilora.pool.pace import Pace
 from infinilora.pool.tiers import NotNear, PackedSource, Tiers
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
 from infinilora.protocol.ids import Digest
@@ -100,8 +102,10 @@ class Loader:
         *,
         lanes: Lanes,
         on_death: Callable[[BaseException], None],
+        pace: Pace | None = None,
     ) -> None:
         self._tiers = tiers
+        self._pace = pace or Pace()
         self._kernels = kernels
         self._listener = listener
         self._on_death = on_death
@@ -217,7 +221,7 @@ class Loader:
             self._fail(load, AdapterFailed(f"adapter {load.digest} does not fit this base: {error}"))
 
     def _load_layer(self, load: _Load, source: PackedSource, target: Target) -> None:
-        layer = load.next_layer
+        layer, started = load.next_layer, time.monotonic()
         data = target.layers[layer]
         _read_layer(source, layer, data)
         at = 0
@@ -233,7 +237,15 @@ class Loader:
         self._listener.layer_ready(target, load.next_layer, source.tier)
         if is_last:
             source.commit()
-        self._end_turn(load, is_last=is_last)
+        self._end_turn(load, pause_s=self._rest_s(load, target, started), is_last=is_last)
+
+    def _rest_s(self, load: _Load, target: Target, started: float) -> float:
+        """What resident traffic is owed for a layer loaded since `started`; after the last one others pay it."""
+        now, sizes = time.monotonic(), [layer.numel() for layer in target.layers]
+        with self._changed:
+            num_bytes = sizes[load.next_layer - 1]
+            pause_s = self._pace.pause_s(num_bytes, now - started, now, total_bytes=sum(sizes))
+        return pause_s if any(sizes[load.next_layer :]) else 0.0
 
     def _try_again(self, load: _Load, error: Unavailable) -> None:
         if load.attempts >= len(RETRY_AFTER_S):

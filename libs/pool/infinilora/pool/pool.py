@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from infinilora.pool.group import OtherShards
 from infinilora.pool.holders import Holders, LeaseState, OnChange
 from infinilora.pool.host import HostTier
 from infinilora.pool.loader import Binder, Lanes, Loader, Target
+from infinilora.pool.pace import Pace
 from infinilora.pool.pages import PageArena, Run
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.share import Share
@@ -65,6 +66,8 @@ class PoolConfig:
     host_bytes: int = 0
     loader_threads: int = 2
     fetch_threads: int = 4
+    load_share: float = 1.0
+    """Of one core, for all loads together, while rows of resident adapters are served; 1: loads never wait."""
     device: torch.device | str = "cpu"
     limits: Limits = field(default_factory=Limits)
     share: Share | None = None
@@ -122,14 +125,15 @@ class AdapterPool:
         )
         self._runs: dict[int, tuple[Run, ...]] = {}
         self._wanted: dict[Digest, _Wanted] = {}
-        self._holders = Holders()
+        self._holders = Holders(self._note_step)
         self._failures = Failures()
         self._leaving: set[Digest] = set()
         self._gone: set[Digest] = set()
         self._is_closed = False
         self._tiers = tiers_of(config, blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
-        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death)
+        self._pace = Pace(config.load_share)
+        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death, pace=self._pace)
         self._on_death = on_death
         self._timer = threading.Thread(target=self._keep_time, name="pool-timer", daemon=True)
         self._timer.start()
@@ -230,6 +234,15 @@ class AdapterPool:
         with self._lock:
             return bool(self._table.held_by(holder))
 
+    @property
+    def capacity_bytes(self) -> int:
+        return self._table.capacity_bytes
+
+    def size_of(self, digest: Digest) -> int | None:
+        """Bytes that it takes, or would take, of the pool; None while its manifest has not been read."""
+        with self._lock:
+            return self._table.size_of(digest)
+
     def resident(self) -> tuple[Digest, ...]:
         with self._lock:
             return self._table.resident()
@@ -273,6 +286,17 @@ class AdapterPool:
         self._timer.join()
         self._loader.close()
         self._tiers.close()
+
+    # From the step threads of holders ---------------------------------------------------------------
+
+    def _note_step(self, slots: Iterable[int]) -> None:
+        """A step of these slots begins. If one of them is resident, loads go slowly until no more such steps come.
+
+        Takes no lock: a slot that changes its state now may count as either.
+        """
+        known = self._table.slots
+        if any(known[slot].state is SlotState.READY for slot in slots if 0 <= slot < len(known)):
+            self._pace.stepped(time.monotonic())
 
     # From the loader's threads -------------------------------------------------------------------
 

@@ -291,6 +291,11 @@ class SlotTable:
         is_live = slot.slot_generation == slot_generation and slot.state in (SlotState.STAGING, SlotState.READY)
         return slot.digest if is_live else None
 
+    def size_of(self, digest: Digest) -> int | None:
+        """Bytes of a digest that has a slot, or waits and is sized."""
+        slot, entry = self._live.get(digest), self.waiting.get(digest)
+        return slot.num_bytes if slot else entry.num_bytes if entry else None
+
     def resident(self) -> tuple[Digest, ...]:
         return tuple(d for d, s in self._live.items() if s.state is SlotState.READY)
 

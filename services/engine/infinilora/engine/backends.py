@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from infinilora.engine.assemble import LoadedModel
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity
+from infinilora.engine.lora.hybrid import HybridLora
 from infinilora.engine.lora.interface import LoraBackend
 from infinilora.engine.lora.local import LocalLora
 from infinilora.engine.lora.none import NoLora
@@ -85,8 +86,16 @@ async def open_lora(
             finally:
                 pool.close()
         case "remote":
-            async with _open_remote(settings, model, service, around, bell) as backend:
-                yield OpenLora(backend, _holds_none)
+            async with _open_remote(settings, model, service, around, bell) as remote:
+                if not settings.hybrid_bytes:
+                    yield OpenLora(remote, _holds_none)
+                    return
+                pool = _open_pool(settings, model, around.blobs, service)
+                service.spawn(follow_registrations(pool, around.bus), "registrations")
+                try:
+                    yield OpenLora(HybridLora(remote, LocalLora(pool, bell.ring), pool), pool.forget)
+                finally:
+                    pool.close()
 
 
 def _holds_none(digest: Digest) -> None:
@@ -95,20 +104,22 @@ def _holds_none(digest: Digest) -> None:
 
 def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service: Service) -> AdapterPool:
     card, device = model.card, settings.device
+    pool_bytes = settings.pool_bytes if settings.lora == "local" else settings.hybrid_bytes
     kernels = SlotKernels(
         num_slots=settings.pool_slots, num_layers=card.num_layers + 1, device=device, threads=settings.threads
     )
     config = PoolConfig(
         base=card.fingerprint,
         num_layers=card.num_layers,
-        capacity_bytes=settings.pool_bytes,
+        capacity_bytes=pool_bytes,
         num_slots=settings.pool_slots,
         cache_dir=settings.var_dir / "cache",
         cache_bytes=settings.cache_bytes,
         host_bytes=settings.host_bytes,
+        load_share=settings.load_share,
         device=device,
     )
-    logger.info("local pool", extra={"pool_bytes": settings.pool_bytes, "num_slots": settings.pool_slots})
+    logger.info("local pool", extra={"pool_bytes": pool_bytes, "num_slots": settings.pool_slots})
     return AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe)
 
 

@@ -58,6 +58,11 @@ class Settings(Common):
     a CUDA device. 0: none, which on a CPU is best."""
     cache_bytes: int = Field(default=4 << 30, ge=0)
     """`local` mode: packed files on the local disk, under `var_dir`."""
+    load_share: float = Field(default=0.05, gt=0, le=1)
+    """Where this process has a pool: of one core, for all loads together, while rows of adapters in it are served."""
+    hybrid_bytes: int = Field(default=0, ge=0)
+    """`remote` mode: memory of this engine for its hottest adapters, which are then computed here (decision 0007); with
+    `pool_slots`, `host_bytes` and `cache_bytes` as in `local` mode. 0: none, all are computed by LoRA servers."""
     loading_patience_s: float = Field(default=30.0, gt=0)
     """A request whose adapter is not ready by then gets `adapter_loading`."""
     lost_patience_s: float = Field(default=1.5, gt=0)

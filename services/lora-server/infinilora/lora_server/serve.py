@@ -129,6 +129,7 @@ class LinkThread:
         assert plan.segments is not None
         segments = [TenancyRows(*segment) for segment in plan.segments.tolist()]
         self._plan_error = None
+        self._grants.stepped(segment.slot for segment in segments)
         try:
             self._work = StepWork(plan.header.step_id, segments)
         except InfiniLoraError as error:

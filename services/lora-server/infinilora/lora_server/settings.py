@@ -39,6 +39,9 @@ class Settings(Common):
     """That bring adapters from this machine's memory and disk."""
     fetch_threads: int = Field(default=4, ge=1)
     """That bring adapters from the store; most of the time they wait for it."""
+    load_share: float = Field(default=0.05, gt=0, le=1)
+    """Of one core, for all loads together, while rows of resident adapters are served; a load is stretched to ten
+    seconds at most. 1: loads never wait."""
     max_bypass: int = Field(default=16, ge=1)
     """How often a waiting adapter is passed by later ones that fit."""
     age_after_s: float = Field(default=2.0, gt=0)

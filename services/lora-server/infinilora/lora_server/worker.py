@@ -103,6 +103,7 @@ def _pool(
         host_bytes=settings.host_bytes,
         loader_threads=settings.loader_threads,
         fetch_threads=settings.fetch_threads,
+        load_share=settings.load_share,
         device=settings.device,
         limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
     )

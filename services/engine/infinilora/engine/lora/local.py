@@ -30,7 +30,8 @@ from infinilora.protocol.errors import AdapterError
 from infinilora.protocol.ids import Digest
 
 HOLDER = "engine"
-GROUP = "local"
+GROUP = "this engine"
+"""No LoRA server's group is called so: a subject of the bus has no blanks."""
 
 
 class LocalPlan:
@@ -109,6 +110,7 @@ class LocalLora:
             self._layout = Layout(rows)
         self._steps += 1
         self._open_plans += 1
+        self._grants.stepped(row.lease.slot for row in rows)
         return LocalPlan(self._layout, self._steps)
 
     def submit(

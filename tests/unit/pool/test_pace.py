@@ -1,0 +1,123 @@
+"""How fast loads may go, by hand; and that a pool's loads keep to it while others are served."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinilora.pool.pace import QUIET_AFTER_S, Pace
+from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.runtime.blobs import DirectoryBlobs
+from support.cards import make_card
+from support.pools import DefinedKernels, Packed, Told, pack
+
+MB = 1_000_000
+CARD = make_card("llama", num_layers=3)
+
+
+def test_nobody_waits_while_nobody_is_served() -> None:
+    pace = Pace(0.05)
+    assert pace.pause_s(MB, 0.001, 0.0, total_bytes=MB) == 0
+    pace.stepped(1.0)
+    assert pace.pause_s(MB, 0.001, 1.001 + QUIET_AFTER_S, total_bytes=MB) == 0
+
+
+def test_a_load_gets_its_share_of_what_loading_brings() -> None:
+    pace = Pace(0.05)
+    pace.stepped(10.0)
+    assert pace.pause_s(MB, 0.001, 10.0, total_bytes=MB) == pytest.approx(0.02), "1 ms of work, then 20 ms at 5 %"
+
+
+def test_all_loads_share_one_bucket() -> None:
+    pace = Pace(0.05)
+    pace.stepped(10.0)
+    pauses = [pace.pause_s(MB, 0.001, 10.0, total_bytes=MB) for _ in range(4)]
+    assert pauses == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    pace.stepped(10.05)
+    assert pace.pause_s(MB, 0.001, 10.05, total_bytes=MB) == pytest.approx(0.05), "what was owed is paid by time"
+
+
+def test_what_was_owed_is_forgotten_when_nobody_is_served_any_more() -> None:
+    pace = Pace(0.05)
+    pace.stepped(10.0)
+    for _ in range(50):
+        pace.pause_s(MB, 0.001, 10.0, total_bytes=MB)
+    assert pace.pause_s(MB, 0.001, 10.5, total_bytes=MB) == 0
+    pace.stepped(10.5)
+    assert pace.pause_s(MB, 0.001, 10.5, total_bytes=MB) == pytest.approx(0.02)
+
+
+def test_a_load_is_stretched_to_a_bound_and_a_layer_without_bytes_never() -> None:
+    pace = Pace(0.05, most_stretched_s=2.0)
+    pace.stepped(0.0)
+    assert pace.pause_s(0, 0.001, 0.0, total_bytes=100 * MB) == 0
+    assert pace.pause_s(10 * MB, 1.0, 0.0, total_bytes=100 * MB) == pytest.approx(0.2), (
+        "a tenth of it in a tenth of 2 s"
+    )
+
+
+def test_a_share_of_one_never_waits() -> None:
+    pace = Pace(1.0)
+    pace.stepped(0.0)
+    assert pace.pause_s(MB, 0.001, 0.0, total_bytes=MB) == 0
+
+
+class House:
+    """A pool whose loads may take a thousandth of a core while others are served, but no more than `stretched_s`."""
+
+    def __init__(self, work: Path) -> None:
+        blobs = DirectoryBlobs(work / "store")
+        self.packed: list[Packed] = [pack(work, blobs, CARD, seed=seed) for seed in range(2)]
+        config = PoolConfig(
+            base=CARD.fingerprint,
+            num_layers=CARD.num_layers,
+            capacity_bytes=4 << 20,
+            num_slots=4,
+            cache_dir=work / "cache",
+            cache_bytes=1 << 20,
+            load_share=0.001,
+        )
+        self.deaths: list[BaseException] = []
+        self.pool = AdapterPool(config, blobs, DefinedKernels(), on_death=self.deaths.append)
+        self.pool._pace.most_stretched_s = 0.9
+
+    def load(self, number: int) -> tuple[int, float]:
+        """The slot, and how many seconds the load took."""
+        told, started = Told(), time.monotonic()
+        self.pool.lease("engine", self.packed[number].digest, told)
+        return told.resident().slot, time.monotonic() - started
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    yield house
+    house.pool.close()
+    assert not house.deaths
+
+
+def test_a_load_goes_slowly_while_a_resident_adapter_is_served(house: House) -> None:
+    slot, quick_s = house.load(0)
+    grants = house.pool.grants("engine")
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.wait(QUIET_AFTER_S / 10):
+            grants.stepped([slot])
+
+    grants.stepped([slot])
+    server = threading.Thread(target=serve)
+    server.start()
+    _, slow_s = house.load(1)
+    is_over.set()
+    server.join()
+    assert quick_s < 0.3, "an idle pool loads as fast as it can"
+    assert slow_s > 0.5, "it rests after all layers but the last"
+
+
+def test_steps_of_an_adapter_that_loads_do_not_slow_its_load(house: House) -> None:
+    house.pool.grants("engine").stepped([0, 3, -1, 99])
+    _, seconds = house.load(0)
+    assert seconds < 0.3
