@@ -229,10 +229,11 @@ async def test_a_drain_command_refuses_new_work_and_a_stop_finishes_what_runs(
         ("llama", "remote", {}),
         ("llama", "remote", {"LINK_BACKENDS": "tcp"}),
         ("llama", "local", {}),
+        ("llama", "remote", {"HYBRID_BYTES": 1 << 20}),
         ("qwen2_moe", "remote", {}),
         ("mixtral", "local", {}),
     ],
-    ids=["shm", "tcp", "local", "moe-shm", "moe-local"],
+    ids=["shm", "tcp", "local", "hybrid", "moe-shm", "moe-local"],
 )
 async def test_adapters_equal_the_oracle_beside_base_rows(
     make_world: MakeWorld, channels: Channels, name: str, mode: str, settings: dict[str, object]
