@@ -35,3 +35,9 @@ def device(request: pytest.FixtureRequest) -> str:
             "triton was imported before tests/kernels/conftest.py: run tests/kernels alone"
         )
     return str(request.param)
+
+
+@pytest.fixture(params=["grouped", "indexed"])
+def path(request: pytest.FixtureRequest) -> str:
+    """How the rows of a Triton launch find their weights."""
+    return str(request.param)

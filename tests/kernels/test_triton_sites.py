@@ -1,5 +1,6 @@
 """Many sites on one device: bound, widened, cleared, and run step after step."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, SiteWeights, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
 from support import lora_maths
-from support.triton_sites import TOLERANCE, largest_error, make_bound, poisoned, to_device
+from support.triton_sites import TOLERANCE, largest_error, make_bound, make_table, poisoned, to_device
 
 if TYPE_CHECKING:
     from infinilora.kernels.device_sites import DeviceSites
@@ -163,3 +164,51 @@ def test_token_ids_are_expanded_on_a_gpu(bound: dict[int, SiteWeights]) -> None:
     x = torch.nn.functional.one_hot(ids.long(), IN_DIM).float()
     first = {slot: parts[:1] for slot, parts in bound.items()}
     assert largest_error(out, lora_maths.dense(first, SEGMENTS, x, 24)) < TOLERANCE[F32]
+
+
+STEPS = (((0, 2, 0), (2, 3, 1)), ((1, 4, 1),), (), ((0, 1, 1), (1, 4, 0)))
+"""Of one captured graph, one after another."""
+
+
+def bounded_run(bound: dict[int, SiteWeights], device: str, path: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(x, delta) of each step of STEPS through one StepRows; on a GPU through one graph."""
+    from infinilora.kernels.moe import dense
+    from infinilora.kernels.tiles import StepRows
+
+    table = make_table(bound, num_parts=2, in_dim=IN_DIM, out_dim=OUT_DIM, device=device)
+    rows, x = StepRows.bounded(NUM_ROWS, 4, device), torch.zeros(NUM_ROWS, IN_DIM, device=device)
+    out = poisoned(NUM_ROWS, OUT_DIM, device=device)
+
+    def launch() -> None:
+        dense(table, rows, x, out, accumulate=False, path=path)  # type: ignore[arg-type]
+
+    launch()
+    replay = launch
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        replay = graph.replay
+    for seed, segments in enumerate(STEPS):
+        x.copy_(rows_of(seed, NUM_ROWS, IN_DIM))
+        rows.refill(segment_table(segments))
+        out.fill_(float("nan"))
+        replay()
+        yield x.cpu(), out.cpu()
+
+
+def test_one_set_of_launches_serves_step_after_step(device: str, path: str, bound: dict[int, SiteWeights]) -> None:
+    for segments, (x, found) in zip(STEPS, bounded_run(bound, device, path), strict=True):
+        wanted = lora_maths.dense(bound, segments, x, OUT_DIM)
+        if segments:
+            assert largest_error(found, wanted) < TOLERANCE[F32]
+        else:
+            assert not found.any()
+
+
+@pytest.mark.parametrize("segments", [((0, 1, 4),), ((0, 1, 1), (1, 1, 1)), ((5, 2, 0),)])
+def test_a_step_that_does_not_fit_its_room_is_refused(segments: tuple[tuple[int, int, int], ...], device: str) -> None:
+    from infinilora.kernels.tiles import StepRows
+
+    with pytest.raises(ValueError, match="wanted"):
+        StepRows.bounded(NUM_ROWS, 4, device).refill(segment_table(segments))

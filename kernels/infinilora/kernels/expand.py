@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilora.kernels.shrink import padded_rank, rank_block, weights_of
-from infinilora.kernels.site_table import FIELDS, SiteTable
+from infinilora.kernels.site_table import FIELDS, KINDS, SiteTable
+from infinilora.kernels.tile_table import Cut, Launch
 
 SMALL_COLUMNS, LARGE_COLUMNS = 64, 128
 
@@ -122,9 +123,11 @@ def expand(
     v as `shrink` returned it for the same tiles; out [rows or pairs, columns], contiguous in its rows.
     `pair_weights` fp32 [pairs] multiplies each row once.
     """
-    block_n = LARGE_COLUMNS if block_rows > rank_block(1) else SMALL_COLUMNS
-    grid = (len(tiles), table.num_parts * triton.cdiv(table.out_dim, block_n))
+    rule = Cut(LARGE_COLUMNS if block_rows > rank_block(1) else SMALL_COLUMNS, 0, 4, 2)
     for kind, aligned in table.summary.kinds:
+        launch = Launch("expand", 8 * KINDS[kind].itemsize, v.shape[1], table.summary.max_rank, table.out_dim)
+        cut = table.tiles.find(launch) or rule
+        grid = (len(tiles), table.num_parts * triton.cdiv(table.out_dim, cut.block))
         expand_kernel[grid](
             v,
             out,
@@ -147,7 +150,7 @@ def expand(
             SPLITS=v.shape[0],
             BLOCK_M=block_rows,
             BLOCK_R=rank_block(table.summary.max_rank),
-            BLOCK_N=block_n,
-            num_warps=4,
-            num_stages=2,
+            BLOCK_N=cut.block,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
         )

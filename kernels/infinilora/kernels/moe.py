@@ -3,11 +3,14 @@
     gate_up   out[t, j]    (+)= delta of x[t] through (slot of t, topk_ids[t, j])
     down      out[t]       (+)= Σ_j topk_weights[t, j] · delta of act[t, j] through (slot of t, topk_ids[t, j])
 
-One shrink and one expand launch a site. `down` writes the weighted delta of every pair and sums a row's pairs
-in their order: no atomics. `dense` is here too: the same kernels, whose tiles are segments of rows.
+One shrink and one expand launch a site. `down` of a tiny batch sums a row's pairs where it expands them; of others it
+writes the weighted delta of every pair and sums them in their order: no atomics. `dense` is here too: the same
+kernels, whose tiles are segments of rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
+
+from typing import Literal
 
 import torch
 import triton
@@ -15,14 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilora.kernels.expand import expand
+from infinilora.kernels.indexed import MAX_PAIRS, MAX_ROWS, Pairs, indexed
 from infinilora.kernels.shrink import shrink
 from infinilora.kernels.site_table import FIELDS, SiteTable
 from infinilora.kernels.tiles import PairTiles, StepRows
 
 COLUMNS = 256
 
+Path = Literal["auto", "grouped", "indexed"]
+"""How rows find their weights: sorted into tiles, or each by itself; auto: the latter where they are few."""
 
-def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+
+def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulate: bool, path: Path = "auto") -> None:
     """out[t] (+)= scale · (x[t] · Aᵀ) · Bt of the slot of t; x [T, in], out [T, out_dim] fp32 or x's dtype.
 
     Rows in no segment and columns of no bound part get nothing: zeros unless `accumulate`.
@@ -32,6 +39,11 @@ def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulat
         out.zero_()
     if not has_work:
         return
+    if _is_indexed(path, rows.num_rows, MAX_ROWS):
+        if not accumulate and rows.is_gapless and table.covers(rows.slots):
+            out.zero_()
+        indexed(table, Pairs(rows, None), _dense_rows(x), out, x_top_k=1, summed=1, pair_weights=None)
+        return
     v = shrink(
         table, _dense_rows(x), rows.tiles, order=None, top_k=1, num_rows=rows.num_rows, block_rows=rows.block_rows
     )
@@ -39,7 +51,14 @@ def dense(table: SiteTable, rows: StepRows, x: Tensor, out: Tensor, *, accumulat
 
 
 def moe_gate_up(
-    table: SiteTable, rows: StepRows, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
+    table: SiteTable,
+    rows: StepRows,
+    x: Tensor,
+    topk_ids: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool,
+    path: Path = "auto",
 ) -> None:
     """The delta of gate and up. x [T, h]; topk_ids int32 [T, k]; out [T, k, 2f], contiguous.
 
@@ -50,8 +69,12 @@ def moe_gate_up(
         out.zero_()
     if not has_work:
         return
-    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     top_k, flat = topk_ids.shape[1], out.view(-1, out.shape[-1])
+    if _is_indexed(path, len(flat), MAX_PAIRS):
+        chosen = Pairs(rows, topk_ids.contiguous())
+        indexed(table, chosen, _dense_rows(x), flat, x_top_k=top_k, summed=1, pair_weights=None)
+        return
+    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     v = shrink(
         table,
         _dense_rows(x),
@@ -82,6 +105,7 @@ def moe_down(
     out: Tensor,
     *,
     accumulate: bool,
+    path: Path = "auto",
 ) -> None:
     """The delta of down, weighted and summed over k. act [T, k, f]; topk_ids int32 and topk_weights [T, k].
 
@@ -91,10 +115,17 @@ def moe_down(
         if not accumulate:
             out.zero_()
         return
-    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     num_pairs = topk_ids.numel()
-    weighted = torch.empty(num_pairs, table.out_dim, dtype=torch.float32, device=out.device)
     flat = _dense_rows(act.reshape(num_pairs, act.shape[-1]))
+    pair_weights = topk_weights.to(torch.float32).contiguous()
+    if _is_indexed(path, num_pairs, MAX_PAIRS):
+        if not accumulate:
+            out.zero_()
+        chosen = Pairs(rows, topk_ids.contiguous())
+        indexed(table, chosen, flat, out, x_top_k=1, summed=topk_ids.shape[1], pair_weights=pair_weights)
+        return
+    pairs = PairTiles.of(rows, topk_ids, table.num_experts)
+    weighted = torch.empty(num_pairs, table.out_dim, dtype=torch.float32, device=out.device)
     v = shrink(table, flat, pairs.tiles, order=pairs.order, top_k=1, num_rows=num_pairs, block_rows=pairs.block_rows)
     expand(
         table,
@@ -102,7 +133,7 @@ def moe_down(
         weighted,
         pairs.tiles,
         order=pairs.order,
-        pair_weights=topk_weights.to(torch.float32).contiguous(),
+        pair_weights=pair_weights,
         accumulate=False,
         block_rows=pairs.block_rows,
     )
@@ -173,6 +204,10 @@ def sum_pairs(
         BLOCK_N=COLUMNS,
         num_warps=4,
     )
+
+
+def _is_indexed(path: Path, count: int, most: int) -> bool:
+    return path == "indexed" or (path == "auto" and count <= most)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

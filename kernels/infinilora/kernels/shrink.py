@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilora.kernels.site_table import FIELDS, KINDS, SiteTable
+from infinilora.kernels.tile_table import Cut, Launch
 
 NUM_PROGRAMS = 264
 """Two programs for each of the 132 multiprocessors of a Hopper GPU: what a launch should reach."""
@@ -133,10 +134,12 @@ def shrink(
     x [T, in_dim], contiguous in its rows. `order` None: tiles are of rows of x; else of pairs, whose row of x
     is pair // top_k. `num_rows` counts rows of v: rows, or pairs.
     """
-    block_k = 64 if x.dtype is torch.float32 else 128
     max_rank = table.summary.max_rank
+    launch = Launch("shrink", 8 * x.element_size(), num_rows, max_rank, table.in_dim)
+    cut = table.tiles.find(launch) or Cut(64 if x.dtype is torch.float32 else 128, 0, 4, 3)
+    block_k = cut.block
     ranks = triton.cdiv(max_rank, MIN_RANK_BLOCK) * MIN_RANK_BLOCK
-    splits = num_splits(len(tiles), max_rank, table.num_parts, table.in_dim, block_k)
+    splits = cut.splits or num_splits(len(tiles), max_rank, table.num_parts, table.in_dim, block_k)
     split_width = triton.cdiv(triton.cdiv(table.in_dim, splits), block_k) * block_k
     v = torch.empty(splits, num_rows, table.num_parts, ranks, dtype=torch.float32, device=x.device)
     block_r = rank_block(max_rank)
@@ -164,8 +167,8 @@ def shrink(
             BLOCK_M=block_rows,
             BLOCK_R=block_r,
             BLOCK_K=block_k,
-            num_warps=4,
-            num_stages=3,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
         )
     return v
 

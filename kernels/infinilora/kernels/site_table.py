@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels.batch import SiteWeights
+from infinilora.kernels.tile_table import TileTable
 
 A_ADDRESS, BT_ADDRESS, RANK, OUT_OFFSET, OUT_DIM, SCALE_BITS, KIND, A_EXPERT, BT_EXPERT, FIELDS = range(10)
 """The fields of a record. Scale is the fp32 bit pattern; the last two are elements from expert to expert."""
@@ -40,6 +41,7 @@ class SiteTable:
         self.out_dim = out_dim
         self.num_experts = 0
         self.records = torch.zeros(num_slots, num_parts, FIELDS, dtype=torch.int64, device=device)
+        self.tiles = TileTable.of_device(self.records.device)
         self._bound: dict[int, SiteWeights] = {}
         self.summary = Summary.of({})
 

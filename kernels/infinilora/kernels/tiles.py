@@ -35,18 +35,9 @@ class StepRows:
     @classmethod
     def of(cls, segments: Tensor, num_rows: int, device: torch.device | str) -> "StepRows":
         """`segments` int32 [n, 3] (row_start, rows, slot) on the host, in order of rows, not overlapping."""
-        listed = [(start, rows, slot) for start, rows, slot in segments.tolist() if rows]
-        for start, rows, slot in listed:
-            if start < 0 or rows < 0 or start + rows > num_rows or slot < 0:
-                raise ValueError(
-                    f"segment ({start}, {rows}, {slot}): wanted rows inside 0..{num_rows} and a slot from 0 on"
-                )
+        listed = _listed(segments, num_rows)
         block_rows = LARGE if max((rows for _, rows, _ in listed), default=0) >= LARGE else SMALL
-        tiles = [
-            (start + at, min(block_rows, rows - at), slot, 0)
-            for start, rows, slot in listed
-            for at in range(0, rows, block_rows)
-        ]
+        tiles = _tiles(listed, block_rows)
         slots = sorted({slot for _, _, slot in listed})
         index = torch.full((num_rows,), len(slots), dtype=torch.int64)
         for start, rows, slot in listed:
@@ -60,6 +51,63 @@ class StepRows:
             slot_index=index.to(device, non_blocking=True),
             is_gapless=sum(rows for _, rows, _ in listed) == num_rows,
         )
+
+    @classmethod
+    def bounded(cls, num_rows: int, num_slots: int, device: torch.device | str) -> "StepRows":
+        """Room for any step of `num_rows` rows over slots below `num_slots`: what a captured graph is launched with.
+
+        No row has an adapter until `refill`. Launches are as many as the fullest step needs; those of a step that has
+        fewer tiles end at once.
+        """
+        num_tiles = num_rows // SMALL + min(num_rows, num_slots)
+        return cls(
+            num_rows=num_rows,
+            block_rows=SMALL,
+            tiles=torch.zeros(num_tiles, 4, dtype=torch.int32, device=device),
+            slots=frozenset(range(num_slots)),
+            slot_list=torch.arange(num_slots, dtype=torch.int32, device=device),
+            slot_index=torch.full((num_rows,), num_slots, dtype=torch.int64, device=device),
+            is_gapless=False,
+        )
+
+    def refill(self, segments: Tensor) -> None:
+        """Of a `bounded` one: from here on in the stream it is the step of these segments. Each slot at most once."""
+        listed = _listed(segments, self.num_rows)
+        num_slots = len(self.slots)
+        used = [slot for _, _, slot in listed]
+        if any(slot >= num_slots for slot in used) or len(set(used)) < len(used):
+            raise ValueError(f"segments of slots {used}: wanted each once and all below {num_slots}")
+        tiles, index = torch.zeros_like(self.tiles, device="cpu"), torch.full((self.num_rows,), num_slots)
+        for i, tile in enumerate(_tiles(listed, self.block_rows)):
+            tiles[i] = torch.tensor(tile)
+        for start, rows, slot in listed:
+            index[start : start + rows] = slot
+        self.tiles.copy_(_sendable(tiles, self.tiles), non_blocking=True)
+        self.slot_index.copy_(_sendable(index, self.tiles), non_blocking=True)
+
+
+def _listed(segments: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
+    """(row_start, rows, slot) of the segments that have rows; ValueError for one that the step cannot have."""
+    listed = [(start, rows, slot) for start, rows, slot in segments.tolist() if rows]
+    for start, rows, slot in listed:
+        if start < 0 or rows < 0 or start + rows > num_rows or slot < 0:
+            raise ValueError(
+                f"segment ({start}, {rows}, {slot}): wanted rows inside 0..{num_rows} and a slot from 0 on"
+            )
+    return listed
+
+
+def _tiles(listed: list[tuple[int, int, int]], block_rows: int) -> list[tuple[int, int, int, int]]:
+    return [
+        (start + at, min(block_rows, rows - at), slot, 0)
+        for start, rows, slot in listed
+        for at in range(0, rows, block_rows)
+    ]
+
+
+def _sendable(tensor: Tensor, target: Tensor) -> Tensor:
+    """Pinned where it goes to a GPU, so that the host need not wait for the copy."""
+    return tensor.pin_memory() if target.is_cuda else tensor
 
 
 @dataclass(frozen=True, slots=True)

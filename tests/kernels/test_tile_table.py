@@ -1,0 +1,75 @@
+"""The table that cuts launches: what it finds, what it refuses, and that a launch is cut by it and stays right."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinilora.kernels.batch import segment_table
+from infinilora.kernels.tile_table import MEASURED, Cut, Launch, TileTable
+from support import lora_maths
+from support.triton_sites import TOLERANCE, largest_error, make_bound, make_table, poisoned
+
+ENTRY = {"op": "shrink", "bits": 16, "rows": 64, "rank": 16, "dim": 4096}
+CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3}
+
+
+def written(path: Path, *entries: dict[str, object]) -> Path:
+    path.write_text(json.dumps({"device": "a test's", "date": "-", "commit": "-", "entries": entries}))
+    return path
+
+
+def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -> None:
+    table = TileTable.read(written(tmp_path / "sm_90.json", ENTRY | CUT))
+    cut = Cut(128, 8, 4, 3)
+    assert table.find(Launch("shrink", 16, 64, 16, 4096)) == cut
+    assert table.find(Launch("shrink", 16, 33, 9, 2049)) == cut
+    for other in (
+        Launch("expand", 16, 64, 16, 4096),
+        Launch("shrink", 32, 64, 16, 4096),
+        Launch("shrink", 16, 32, 16, 4096),
+        Launch("shrink", 16, 64, 17, 4096),
+        Launch("shrink", 16, 64, 16, 2048),
+    ):
+        assert table.find(other) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"block": 100}, {"splits": -1}, {"warps": 0}, {"stages": 0}, {"op": "sum"}, {"rank": None}]
+)
+def test_an_entry_that_no_tuner_writes_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
+    path = written(tmp_path / "sm_90.json", ENTRY | CUT | wrong)
+    with pytest.raises(ValueError, match=f"{path}: entry"):
+        TileTable.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{'entries'"])
+def test_a_file_that_is_no_table_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "sm_90.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} is no tile table"):
+        TileTable.read(path)
+
+
+def test_the_tables_that_are_delivered_can_be_read() -> None:
+    for path in MEASURED.glob("*.json"):
+        TileTable.read(path)
+
+
+def test_a_launch_is_cut_by_the_table_and_gives_the_same(device: str) -> None:
+    from infinilora.kernels.moe import dense
+    from infinilora.kernels.shrink import shrink
+    from infinilora.kernels.tiles import StepRows
+
+    segments, x = ((0, 2, 0), (2, 3, 1)), torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    bound = make_bound(((6,), (20,)), (70,), in_dim=300, dtypes=[torch.float32])
+    table = make_table(bound, num_parts=1, in_dim=300, out_dim=70, device=device)
+    rows = StepRows.of(segment_table(segments), 5, device)
+    cuts = {Launch("shrink", 32, 5, 20, 300): Cut(32, 4, 4, 2), Launch("expand", 32, 5, 20, 70): Cut(16, 0, 2, 2)}
+    table.tiles = TileTable({launch.rounded(): cut for launch, cut in cuts.items()})
+    v = shrink(table, x.to(device), rows.tiles, order=None, top_k=1, num_rows=5, block_rows=rows.block_rows)
+    assert v.shape[0] == 4
+    out = poisoned(5, 70, device=device)
+    dense(table, rows, x.to(device), out, accumulate=False, path="grouped")
+    assert largest_error(out, lora_maths.dense(bound, segments, x, 70)) < TOLERANCE[torch.float32]
