@@ -12,6 +12,9 @@ import pytest
 PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
 SHARED_BYTES_OF_A_BLOCK = 232_448
 """What one block of a Hopper GPU can have."""
+INDEXED = {"indexed_shrink_kernel", "indexed_expand_kernel"}
+MESSAGES = {"push_kernel", "take_kernel"}
+"""Kernels of the `cuda` link."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,7 +31,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_has_a_hopper_binary(compiled: list[dict[str, Any]]) -> None:
-    assert {case["kernel"] for case in compiled} == {"shrink_kernel", "expand_kernel", "sum_pairs_kernel"}
+    grouped = {"shrink_kernel", "expand_kernel", "sum_pairs_kernel"}
+    assert {case["kernel"] for case in compiled} == grouped | INDEXED | MESSAGES
     for case in compiled:
         assert "sm_90" in case["target"]
         assert case["cubin_bytes"] > 0
@@ -50,5 +54,21 @@ def test_weights_and_outputs_move_in_vectors(compiled: list[dict[str, Any]]) -> 
             assert case["scalar_weight_loads"] == 0, case
 
 
+def test_rows_that_find_their_own_weights_read_them_in_vectors(compiled: list[dict[str, Any]]) -> None:
+    """Of single elements only the row is read that expand adds to, one by each thread."""
+    for case in compiled:
+        if case["kernel"] in INDEXED:
+            assert case["vector_reads"] > 0, case
+            assert case["scalar_weight_loads"] == (case["kernel"] == "indexed_expand_kernel"), case
+
+
 def test_nothing_is_summed_by_atomics(compiled: list[dict[str, Any]]) -> None:
-    assert [case["atomics"] for case in compiled] == [0] * len(compiled)
+    assert {case["kernel"] for case in compiled if case["atomics"]} == MESSAGES, "which count programs, not sums"
+
+
+def test_messages_are_published_and_awaited_across_devices(compiled: list[dict[str, Any]]) -> None:
+    """One look and one loop that acquire, one store that releases, and payloads that move sixteen bytes at a time."""
+    for case in compiled:
+        if case["kernel"] in MESSAGES:
+            assert (case["acquires"], case["releases"]) == (2, 1), case
+            assert case["vector_moves"] > 0, case

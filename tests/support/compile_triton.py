@@ -10,15 +10,16 @@ import re
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from infinilora.kernels import expand, moe, shrink
+from infinilora.kernels import expand, indexed, mailbox, moe, shrink
 from infinilora.kernels.site_table import FIELDS
 
 POINTERS = {"v": "*fp32", "tiles": "*i32", "order": "*i32", "records": "*i64", "pair_weights": "*fp32"}
-DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width", "out_stride", "columns")
+DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width", "out_stride", "columns", "cols")
 """Numbers that are multiples of 16 in every model, which Triton then specialises on."""
 
 DECODE, PREFILL = 16, 64
@@ -77,6 +78,32 @@ def sum_pairs_case() -> dict[str, Any]:
     }
 
 
+def indexed_cases() -> list[dict[str, Any]]:
+    """`down` of Qwen3-30B-A3B at decode: eight choices a row, weighted and summed where they are expanded."""
+    pointers = POINTERS | {"slot_index": "*i64", "slot_list": "*i32", "topk_ids": "*i32", "x": "*bf16", "out": "*bf16"}
+    common = {"PARTS": 1, "FIELDS": FIELDS, "KIND": 1, "ALIGNED": True, "TOP_K": 8, "ROUTED": True, "BLOCK_R": 16}
+    shrinking = common | {"X_TOP_K": 1, "BLOCK_K": indexed.WIDTH}
+    expanding = common | {"SUMMED": 8, "WEIGHTED": True, "SPLITS": 2, "BLOCK_N": indexed.COLUMNS}
+    return [
+        {"kernel": indexed.indexed_shrink_kernel, "pointers": pointers, "stages": 3, "constants": shrinking},
+        {"kernel": indexed.indexed_expand_kernel, "pointers": pointers, "stages": 3, "constants": expanding},
+    ]
+
+
+def mailbox_cases() -> list[dict[str, Any]]:
+    addresses = dict.fromkeys(("region", "peer", "notes", "slot_bytes", "limit_ns"), "i64")
+    layout = mailbox.LAYOUT | {"BUFFERS": 8, "PROGRAMS": mailbox.NUM_PROGRAMS, "INTERPRETED": False}
+    push = {"x": "*bf16", "ids": "*i32", "weights": "*fp32", "counters": "*i64"}
+    take = {"out": "*bf16", "counters": "*i64"}
+    routed = {"TOP_K": 8, "HAS_IDS": True, "HAS_WEIGHTS": True}
+    joined = {"ADD": True, "WIRE": mailbox.WIRE_TYPES[torch.bfloat16], "REFUSED": mailbox.REFUSED}
+    joined["MISPLACED"] = mailbox.MISPLACED
+    return [
+        {"kernel": mailbox.push_kernel, "pointers": addresses | push, "stages": 2, "constants": layout | routed},
+        {"kernel": mailbox.take_kernel, "pointers": addresses | take, "stages": 2, "constants": layout | joined},
+    ]
+
+
 CASES = [
     *(shrink_case(kind, x, rows) for kind, x in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
     shrink_case(2, "*fp16", DECODE),
@@ -84,6 +111,8 @@ CASES = [
     *(expand_case(kind, out, rows) for kind, out in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
     expand_case(2, "*bf16", DECODE),
     sum_pairs_case(),
+    *indexed_cases(),
+    *mailbox_cases(),
 ]
 
 
@@ -115,6 +144,11 @@ def compile_case(case: dict[str, Any], capability: int) -> dict[str, Any]:
         "mma": ptx.count("mma.sync"),
         "vector_loads": ptx.count("cp.async.cg.shared.global"),
         "scalar_weight_loads": ptx.count("ld.global.b16"),
+        "vector_reads": len(re.findall(r"\bld\.global(?:\.\w+)*\.v4\.b32", ptx))
+        + ptx.count("cp.async.cg.shared.global"),
+        "vector_moves": len(re.findall(r"\bst\.global\.v4\.b32", ptx)),
+        "acquires": ptx.count("ld.acquire.sys.global"),
+        "releases": ptx.count("st.release.sys.global"),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
     }
 

@@ -1,7 +1,9 @@
 """Links for tests: two ends of every kind in one process, and a server that answers by a rule that a test can check."""
 
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,15 +11,16 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels import native
-from infinilora.link import shm, tcp
+from infinilora.link import rdma, shm, tcp
 from infinilora.link.ends import Call, EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Kind
 from infinilora.link.layout import attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
 from infinilora.protocol.errors import AdapterFailed
+from support.loopback_fabric import loopback_fabric
 
-KINDS = ("native-native", "native-python", "python-native", "python-python", "tcp")
+KINDS = ("native-native", "native-python", "python-native", "python-python", "tcp", "rdma")
 """Engine's port, then the server's."""
 
 REFUSED_LAYER = 99
@@ -90,6 +93,8 @@ def ends(
         engine = EngineEnd(tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes))
         server = ServerEnd(tcp.TcpServerPort(listener.take(SECRET, 5), buffer_bytes=buffer_bytes))
         listener.close()
+    elif kind == "rdma":
+        engine, server = _rdma_ends(num_buffers, buffer_bytes)
     else:
         assert native.load() is not None, "these tests need the native library; see the log for why it is missing"
         path = directory / "ring"
@@ -102,6 +107,15 @@ def ends(
     finally:
         engine.close()
         server.close()
+
+
+def _rdma_ends(num_buffers: int, buffer_bytes: int) -> tuple[EngineEnd, ServerEnd]:
+    """On a loopback fabric; the two introduce themselves to one another at once."""
+    fabric, sizes = loopback_fabric(), rdma.Sizes(num_buffers=num_buffers, buffer_bytes=buffer_bytes)
+    mine, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(rdma.server_end, fabric, theirs, sizes, timeout_s=5)
+        return rdma.engine_end(fabric, mine, sizes, timeout_s=5), server.result()
 
 
 @contextmanager

@@ -159,7 +159,7 @@ class EngineEnd:
             self._lay_out_out(ticket, out)
         if ticket.settled is None and (ticket.sent < ticket.chunks or self._port.takes_in_order):
             started = time.monotonic()
-            self._settle_before(ticket, started + deadline_s)
+            self._settle_before(ticket, started + deadline_s, out.device)
             deadline_s = max(deadline_s - (time.monotonic() - started), 0.0)
         if ticket.settled is None:
             self._collect(ticket, out, deadline_s, add=add)
@@ -185,11 +185,13 @@ class EngineEnd:
         ticket.out_skip = ticket.at * ticket.out_stride + ticket.out_at * flat.element_size()
         self._port.lay_out(ticket)
 
-    def _settle_before(self, ticket: Ticket, deadline: float) -> None:
+    def _settle_before(self, ticket: Ticket, deadline: float, device: torch.device) -> None:
         """Take the answers of earlier calls out of the link: they hold the room that this one needs."""
         for earlier in self._outstanding[: self._outstanding.index(ticket)]:
             if earlier.settled is None:
-                held = torch.empty(earlier.rows, earlier.header.out_cols, dtype=earlier.header.torch_dtype)
+                held = torch.empty(
+                    earlier.rows, earlier.header.out_cols, dtype=earlier.header.torch_dtype, device=device
+                )
                 earlier.out_layout = (held.shape, held.stride(), held.dtype)
                 earlier.out_stride, earlier.out_skip = earlier.header.out_cols * held.element_size(), 0
                 self._port.lay_out(earlier)

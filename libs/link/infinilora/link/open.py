@@ -19,12 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinilora.link import shm, tcp
 from infinilora.link.ends import EngineEnd, ServerEnd
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
 from infinilora.protocol.errors import InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from infinilora.link.cuda_driver import Regions  # and triton with it: only where a link uses a GPU
+    from infinilora.link.rdma import Fabric
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +46,9 @@ class LinkSettings:
     """What one process allows its links. A shm link takes 2 x num_buffers x buffer_bytes of `directory`.
 
     `directory`: shared by processes of this host (a tmpfs, such as /dev/shm); None: no shm. `tcp_host`: what a
-    server binds and, unless it is a wildcard, tells engines to connect to; None: no tcp.
+    server binds and, unless it is a wildcard, tells engines to connect to; None: no tcp. `cuda`: the device memory
+    that this process lends to links; None: no cuda. `rdma`: the memory that a network card may write; None: no rdma.
+    Both need `tcp_host` too, for what goes beside the payloads.
     """
 
     directory: Path | None
@@ -50,6 +57,8 @@ class LinkSettings:
     num_buffers: int = 16
     buffer_bytes: int = 256 * 1024
     spin_s: float = shm.SPIN_S
+    cuda: "Regions | None" = None
+    rdma: "Fabric | None" = None
 
 
 class Offers:
@@ -58,12 +67,18 @@ class Offers:
     def __init__(self, settings: LinkSettings) -> None:
         self.wire: list[Offer] = []
         self._nonce: Path | None = None
+        if settings.cuda is not None:
+            from infinilora.link import cuda_open
+
+            self.wire.append(cuda_open.offer(settings.cuda))
         if settings.directory is not None and shm.is_available():
             self._nonce = settings.directory / f"nonce-{secrets.token_hex(16)}"
             proof = secrets.token_bytes(32)
             self._nonce.touch(mode=0o600)
             self._nonce.write_bytes(proof)
             self.wire.append({"backend": "shm", "nonce": self._nonce.name, "sha256": hashlib.sha256(proof).hexdigest()})
+        if settings.rdma is not None:
+            self.wire.append({"backend": "rdma"})
         if settings.tcp_host is not None:
             self.wire.append({"backend": "tcp"})
 
@@ -104,17 +119,38 @@ class Opener:
     def choose(self, offers: Sequence[Mapping[str, str]]) -> Opening:
         """Prepare the first offer that works here; InvalidRequest when none does."""
         for offer in offers:
+            if offer.get("backend") == "cuda" and (opening := self._open_cuda(offer)):
+                return opening
             if offer.get("backend") == "shm" and self._is_shared(offer):
                 try:
                     return self._open_shm()
                 except Unavailable as error:
                     logger.warning("shm link not possible, trying the next offer", extra={"reason": error.message})
-            elif offer.get("backend") == "tcp" and self._settings.tcp_host is not None:
-                return self._open_tcp(self._settings.tcp_host)
+            elif offer.get("backend") in ("tcp", "rdma") and (opening := self._open_socket(offer["backend"])):
+                return opening
         raise InvalidRequest(
             f"none of the offered links {[offer.get('backend') for offer in offers]} works here: shm needs a directory "
-            "that both processes mount, tcp an address to bind"
+            "that both processes mount, tcp an address to bind, cuda a GPU on the engine's host, rdma a fabric"
         )
+
+    def _open_cuda(self, offer: Mapping[str, str]) -> Opening | None:
+        """None where this process lends no device memory, or the engine is on another host."""
+        regions, host = self._settings.cuda, self._settings.tcp_host
+        if regions is None or host is None:
+            return None
+        from infinilora.link import cuda, cuda_open
+
+        if not cuda_open.is_near(offer):
+            return None
+        shape = cuda.Shape(num_buffers=self._settings.num_buffers, buffer_bytes=self._settings.buffer_bytes)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        prepared = cuda_open.Prepared.of(regions, shape, self._listening(host), secret, offer)
+        return Opening(prepared.chosen(_reachable(host)), secret, prepared.take, prepared.cancel)
+
+    def _listening(self, host: str) -> TcpListener:
+        if self._listener is None:
+            self._listener = TcpListener(host, self._settings.tcp_port)
+        return self._listener
 
     def _is_shared(self, offer: Mapping[str, str]) -> bool:
         """Whether the engine's nonce lies in our own directory. No path from a peer is opened."""
@@ -142,28 +178,33 @@ class Opener:
             ring.unlink,
         )
 
-    def _open_tcp(self, host: str) -> Opening:
+    def _open_socket(self, backend: str) -> Opening | None:
+        """`tcp`, or `rdma`, whose headers go over a socket too; None where this process does not have it."""
         settings = self._settings
-        if self._listener is None:
-            self._listener = TcpListener(host, settings.tcp_port)
-        listener = self._listener
+        host, fabric = settings.tcp_host, settings.rdma
+        if host is None or (backend == "rdma" and fabric is None):
+            return None
+        listener = self._listening(host)
         secret = secrets.token_bytes(SECRET_BYTES)
         listener.expect(secret)
         chosen = {
-            "backend": "tcp",
-            "host": host if host not in ("0.0.0.0", "::") else socket.gethostname(),  # noqa: S104 - not bound here
+            "backend": backend,
+            "host": _reachable(host),
             "port": str(listener.port),
             "num_buffers": str(settings.num_buffers),
             "buffer_bytes": str(settings.buffer_bytes),
         }
-        return Opening(
-            chosen,
-            secret,
-            lambda timeout_s: ServerEnd(
-                tcp.TcpServerPort(listener.take(secret, timeout_s), buffer_bytes=settings.buffer_bytes)
-            ),
-            lambda: listener.forget(secret),
-        )
+
+        def take(timeout_s: float) -> ServerEnd:
+            sock = listener.take(secret, timeout_s)
+            if backend == "tcp" or fabric is None:
+                return ServerEnd(tcp.TcpServerPort(sock, buffer_bytes=settings.buffer_bytes))
+            from infinilora.link import rdma
+
+            sizes = rdma.Sizes(num_buffers=settings.num_buffers, buffer_bytes=settings.buffer_bytes)
+            return rdma.server_end(fabric, sock, sizes, timeout_s=timeout_s)
+
+        return Opening(chosen, secret, take, lambda: listener.forget(secret))
 
     def close(self) -> None:
         if self._listener is not None:
@@ -182,8 +223,25 @@ def attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, *, 
                     sock, num_buffers=int(chosen["num_buffers"]), buffer_bytes=int(chosen["buffer_bytes"])
                 )
             )
+        case "cuda":
+            from infinilora.link import cuda_open
+
+            return cuda_open.attach(chosen, secret, settings.cuda, timeout_s=timeout_s)
+        case "rdma" if settings.rdma is not None:
+            from infinilora.link import rdma
+
+            sizes = rdma.Sizes(num_buffers=int(chosen["num_buffers"]), buffer_bytes=int(chosen["buffer_bytes"]))
+            sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
+            return rdma.engine_end(settings.rdma, sock, sizes, timeout_s=timeout_s)
         case other:
-            raise InvalidRequest(f"the LoRA server chose the link back-end {other!r}; wanted 'shm' or 'tcp'")
+            raise InvalidRequest(
+                f"the LoRA server chose the link {other!r}; wanted one that was offered of shm, tcp, cuda, rdma"
+            )
+
+
+def _reachable(host: str) -> str:
+    """What an engine connects to where a server binds `host`."""
+    return host if host not in ("0.0.0.0", "::") else socket.gethostname()  # noqa: S104 - not bound here
 
 
 def _ring_file(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings) -> RingFile:

@@ -1,0 +1,96 @@
+"""A Transport over NIXL, which moves memory of GPUs and hosts by UCX over whatever network is there.
+
+NIXL is an optional package (`pip install nixl`). Its agents find one another by metadata that the ends exchange; a
+write's notification reaches the peer after the write itself, and is its tag.
+"""
+
+import secrets
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinilora.link.errors import LinkClosed
+from infinilora.link.rdma import Fabric
+from infinilora.protocol.errors import Unavailable
+
+_CARD = struct.Struct("<QII")
+_TAG = struct.Struct("<Q")
+_SEGMENTS = ("DRAM", "VRAM")
+_FAILED, _DONE = "ERR", "DONE"
+
+
+def nixl_fabric(device: torch.device) -> Fabric:
+    """What a process lends to rdma links through NIXL. Unavailable where the package or its UCX plugin is missing."""
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+    except (ImportError, OSError) as error:
+        raise Unavailable(
+            f"no rdma link: the package nixl cannot be used ({error}); install it: pip install nixl"
+        ) from error
+
+    def make_transport(region: Tensor, staging: Tensor) -> NixlTransport:
+        agent = nixl_agent(f"infinilora-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in agent.backends:
+            raise Unavailable(f"no rdma link: nixl has no UCX plugin; found {', '.join(agent.plugin_list) or 'none'}")
+        return NixlTransport(agent, region, staging)
+
+    return Fabric(device, make_transport)
+
+
+class NixlTransport:
+    """Owns an agent and the registration of both tensors. `card`: address, device and kind of the region, metadata."""
+
+    def __init__(self, agent: Any, region: Tensor, staging: Tensor) -> None:
+        self._agent = agent
+        self._tensors = region, staging
+        self._device = max(region.get_device(), 0)
+        self._segment = _SEGMENTS[region.is_cuda]
+        self._registered = [agent.register_memory(tensor) for tensor in self._tensors]
+        place = _CARD.pack(region.data_ptr(), self._device, region.is_cuda)
+        self.card = place + agent.get_agent_metadata()
+        self._peer = ""
+        self._peer_place = 0, 0, ""
+        self._under_way: list[Any] = []
+
+    def connect(self, card: bytes) -> None:
+        if len(card) <= _CARD.size:
+            raise LinkClosed(f"the peer's card has {len(card)} bytes; wanted more than {_CARD.size}")
+        address, device, is_cuda = _CARD.unpack_from(card)
+        self._peer = self._agent.add_remote_agent(card[_CARD.size :])
+        if isinstance(self._peer, bytes):
+            self._peer = self._peer.decode()
+        self._peer_place = address, device, _SEGMENTS[bool(is_cuda)]
+
+    def put(self, at: int, peer_at: int, num_bytes: int, tag: int) -> None:
+        self._reap()
+        address, device, segment = self._peer_place
+        source = self._tensors[1].data_ptr() + at
+        local = self._agent.get_xfer_descs([(source, num_bytes, self._device)], self._segment)
+        remote = self._agent.get_xfer_descs([(address + peer_at, num_bytes, device)], segment)
+        handle = self._agent.initialize_xfer("WRITE", local, remote, self._peer, _TAG.pack(tag))
+        self._under_way.append(handle)
+        if self._agent.transfer(handle) == _FAILED:
+            raise LinkClosed(f"the link broke: the write of message {tag} failed")
+
+    def _reap(self) -> None:
+        """Forget writes that are done. LinkClosed where one has failed."""
+        states = [(handle, self._agent.check_xfer_state(handle)) for handle in self._under_way]
+        for handle, state in states:
+            if state == _DONE:
+                self._agent.release_xfer_handle(handle)
+        self._under_way = [handle for handle, state in states if state != _DONE]
+        if any(state == _FAILED for _, state in states):
+            raise LinkClosed("the link broke: a write failed")
+
+    def has_come(self, tag: int) -> bool:
+        if self._under_way:
+            self._reap()
+        return bool(self._agent.check_remote_xfer_done(self._peer, _TAG.pack(tag)))
+
+    def close(self) -> None:
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        if self._peer:
+            self._agent.remove_remote_agent(self._peer)

@@ -1,0 +1,123 @@
+import gc
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from typing_extensions import override
+
+from infinilora.link import rdma
+from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.errors import LinkClosed, LinkTimeout
+from infinilora.link.open import LinkSettings, Offers, Opener, attach
+from infinilora.link.rdma import Fabric
+from infinilora.protocol.errors import InvalidRequest, Unavailable
+from support.links import Answering, random_rows, rule
+from support.loopback_fabric import LoopbackTransport, loopback_fabric
+
+
+def _settings(fabric: Fabric | None) -> LinkSettings:
+    return LinkSettings(directory=None, num_buffers=2, buffer_bytes=4096, rdma=fabric)
+
+
+def _opened(fabric: Fabric) -> tuple[EngineEnd, ServerEnd]:
+    opener = Opener(_settings(fabric))
+    opening = opener.choose(Offers(_settings(fabric)).wire)
+    assert opening.chosen["backend"] == "rdma"
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(opening.wait, 5)
+        engine = attach(opening.chosen, opening.secret, _settings(fabric))
+        opener.close()
+        return engine, server.result()
+
+
+def test_an_opened_link_works_and_gives_its_memory_back() -> None:
+    made: list[LoopbackTransport] = []
+    whole = loopback_fabric()
+
+    def make(region: torch.Tensor, staging: torch.Tensor) -> rdma.Transport:
+        transport = whole.open(region, staging)
+        assert isinstance(transport, LoopbackTransport)
+        made.append(transport)
+        return transport
+
+    engine, server = _opened(Fabric(whole.device, make))
+    serving = Answering(server)
+    x, out = random_rows(3, 8), torch.zeros(3, 8)
+    engine.send_plan(1, [])
+    engine.wait(engine.submit(1, 0, 0, x, 8), out, deadline_s=10, add=True)
+    torch.testing.assert_close(out, rule(0, 0, x, 8, None, None))
+    engine.close()
+    serving.join()
+    del engine, server, serving
+    gc.collect()
+    assert [transport.is_closed for transport in made] == [True, True]
+
+
+def test_a_server_without_a_fabric_chooses_tcp() -> None:
+    opener = Opener(_settings(None))
+    assert opener.choose(Offers(_settings(loopback_fabric())).wire).chosen["backend"] == "tcp"
+    opener.close()
+
+
+def test_a_choice_that_was_not_offered_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'rdma'; wanted one that was offered"):
+        attach({"backend": "rdma"}, bytes(32), _settings(None))
+
+
+def test_a_header_whose_payload_never_comes_is_a_timeout_and_nothing_is_added() -> None:
+    transports: list[LoopbackTransport] = []
+    known: dict[bytes, LoopbackTransport] = {}
+
+    class Losing(LoopbackTransport):
+        """Loses what the server sends: the second end of the link."""
+
+        @override
+        def put(self, at: int, peer_at: int, num_bytes: int, tag: int) -> None:
+            if self is not transports[1]:
+                super().put(at, peer_at, num_bytes, tag)
+
+    def make(region: torch.Tensor, staging: torch.Tensor) -> rdma.Transport:
+        transports.append(Losing(known, region, staging))
+        return transports[-1]
+
+    sizes = rdma.Sizes(num_buffers=2, buffer_bytes=4096)
+    engine, server = _two_ends(Fabric(torch.device("cpu"), make), sizes)
+    serving = Answering(server)
+    y = torch.zeros(3, 8)
+    engine.send_plan(1, [])
+    with pytest.raises(LinkTimeout, match="the payload of message 0 did not come"):
+        engine.wait(engine.submit(1, 0, 0, random_rows(3, 8), 8), y, deadline_s=0.2, add=True)
+    assert not y.any()
+    engine.quarantine()
+    serving.join()
+
+
+def _two_ends(fabric: Fabric, sizes: rdma.Sizes) -> tuple[EngineEnd, ServerEnd]:
+    """The engine's transport is made first."""
+    mine, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(rdma.engine_end, fabric, mine, sizes, timeout_s=5)
+        mine_made = theirs.recv(1, socket.MSG_PEEK)
+        assert mine_made
+        server = rdma.server_end(fabric, theirs, sizes, timeout_s=5)
+        return engine.result(), server
+
+
+@pytest.mark.parametrize("card", [b"", b"\xff\xff\xff\x7f", b"\x20\x00\x00\x00short"])
+def test_a_peer_that_does_not_introduce_itself_is_a_closed_link(card: bytes) -> None:
+    mine, theirs = socket.socketpair()
+    theirs.sendall(card)
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(LinkClosed):
+        rdma.engine_end(loopback_fabric(), mine, rdma.Sizes(num_buffers=2, buffer_bytes=64), timeout_s=5)
+    theirs.close()
+
+
+def test_a_missing_nixl_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinilora.link.rdma_nixl import nixl_fabric
+
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(Unavailable, match=r"no rdma link: the package nixl cannot be used .*pip install nixl"):
+        nixl_fabric(torch.device("cpu"))
