@@ -9,7 +9,7 @@ LORA ?= remote
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup lock proto fmt lint types arch unit kernels integration fuzz e2e test soak up demo
+.PHONY: help setup lock proto fmt lint types arch unit kernels integration fuzz e2e test soak gpu up demo
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,8 @@ e2e: setup ## The four services together, and every case of docs/cases.md
 test: lint types arch unit kernels integration fuzz e2e ## Everything that needs no GPU; sets up what it needs
 soak: setup ## The randomised tests at full length
 	$(PY) -m pytest -q tests -m soak --timeout=7200
+gpu: setup ## Tests and benchmarks on this machine's GPU: make gpu
+	PYTHONPATH=benchmarks/gpu $(PY) benchmarks/gpu/run.py
 
 up: setup ## Run everything here: make up [MODEL=smollm2-135m|smollm2-moe|/hf/dir] [PORT=8000] [LORA=remote|local]
 	@exec $(VENV)/bin/infinilora up --model $(MODEL) --port $(PORT) --lora $(LORA)
