@@ -1,5 +1,6 @@
 """Every broken adapter is refused with file, tensor, found and wanted."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,11 @@ def test_a_pickle_is_refused_by_name_and_never_opened(adapter: Path, name: str) 
     assert "pickle" in message
 
 
+def tensor_of(shape: list[int]) -> bytes:
+    """A header whose one tensor has this shape, and four bytes."""
+    return json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+
+
 @pytest.mark.parametrize(
     ("header", "names"),
     [
@@ -286,6 +292,9 @@ def test_a_pickle_is_refused_by_name_and_never_opened(adapter: Path, name: str) 
         (b"{\xff}", ["header"]),
         (b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ["tensor x bytes", "8 bytes"]),
         (b'{"x": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', ["tensor x shape"]),
+        (tensor_of([9223372036854775807] * 100_000), ["tensor x shape", "100000 sizes", "at most 8"]),
+        (tensor_of([0, 1 << 70]), ["tensor x shape", "at most 281474976710656 values"]),
+        (tensor_of([0, *[1 << 40] * 3]), ["tensor x shape", "4 sizes"]),
         (b'{"x": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}', ["tensor x dtype", "I64", "F32"]),
         (b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}}', ["tensor x bytes"]),
         (

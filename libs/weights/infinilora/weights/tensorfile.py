@@ -29,6 +29,9 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 MAX_HEADER_BYTES = 100 << 20
 MAX_TENSORS = 200_000
 MAX_NAME_CHARS = 512
+MAX_DIMS = 8
+MAX_VALUES = 1 << 48
+"""Of a shape, a size of 0 counted as 1: what numpy can say, and more than any file holds."""
 LENGTH_BYTES = 8
 _HASH_CHUNK_BYTES = 1 << 20
 _FIRST_BYTES = 64
@@ -172,8 +175,7 @@ def _check_offsets(
         dtype = dtypes.get(info.dtype)
         if dtype is None:
             raise invalid(file, f"tensor {name} dtype", found=info.dtype, wanted=" or ".join(dtypes))
-        if any(dim < 0 for dim in info.shape):
-            raise invalid(file, f"tensor {name} shape", found=list(info.shape), wanted="no negative size")
+        _check_shape(file, name, info.shape)
         begin, end = info.data_offsets
         num_bytes = math.prod(info.shape) * dtype.itemsize
         if begin != end_of_last or end - begin != num_bytes:
@@ -193,3 +195,15 @@ def _check_offsets(
         end_of_last = end
     if end_of_last != data_bytes:
         raise invalid(file, "data", found=f"{data_bytes} bytes", wanted=f"{end_of_last}, the end of the last tensor")
+
+
+def _check_shape(file: str, name: str, shape: tuple[int, ...]) -> None:
+    """Before it is multiplied out: the product of a million sizes takes minutes."""
+    is_good = len(shape) <= MAX_DIMS and all(dim >= 0 for dim in shape)
+    if not is_good or math.prod(max(dim, 1) for dim in shape) > MAX_VALUES:
+        raise invalid(
+            file,
+            f"tensor {name} shape",
+            found=f"{len(shape)} sizes, {list(shape[:MAX_DIMS])!s:.200}",
+            wanted=f"at most {MAX_DIMS}, none of them negative, of at most {MAX_VALUES} values",
+        )
