@@ -181,6 +181,11 @@ def test_a_tar_that_leads_backwards_ends(tmp_path: Path) -> None:
 def test_too_many_files_and_twins_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TooLarge, match="more than 8 files"):
         unpack_file(tar_of(*((f"f{i}", b"x") for i in range(9))), tmp_path, LIMITS)
+    directories = tar_of(
+        *((f"d{i}", b"") for i in range(9)), change=lambda info: setattr(info, "type", tarfile.DIRTYPE)
+    )
+    with pytest.raises(TooLarge, match="more than 8 files"):
+        unpack_file(directories, tmp_path, LIMITS)
     with pytest.raises(InvalidRequest, match="comes twice"):
         unpack_file(tar_of(GOOD[0], GOOD[0]), tmp_path, LIMITS)
 

@@ -68,9 +68,7 @@ class Picker:
 
     def place(self, name: str) -> Path | None:
         """Where to write the file of this name, in a directory that exists; None to pass it over."""
-        self._num_entries += 1
-        if self._num_entries > self._limits.max_entries:
-            raise TooLarge(f"the upload holds more than {self._limits.max_entries} files", param="files")
+        self.count()
         path = check_path(name)
         is_pickle = PICKLE.match(path.name) is not None
         if path.name not in KEPT and not is_pickle:
@@ -84,6 +82,12 @@ class Picker:
             file.touch()
             return None
         return file
+
+    def count(self) -> None:
+        """One more entry, whatever it is."""
+        self._num_entries += 1
+        if self._num_entries > self._limits.max_entries:
+            raise TooLarge(f"the upload holds more than {self._limits.max_entries} files", param="files")
 
     def spend(self, num_bytes: int) -> None:
         """Count bytes that are about to be read or written."""
@@ -166,6 +170,7 @@ class _Opener(NamedTuple):
 
 def _keep(entry: _Entry, picker: Picker) -> None:
     if entry.kind == "directory":
+        picker.count()
         check_path(entry.name)
         return
     if entry.kind != "file":
