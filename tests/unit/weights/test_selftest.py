@@ -201,6 +201,17 @@ def test_a_misread_scale_is_seen(tmp_path: Path, changes: dict[str, Any]) -> Non
     assert self_test(source, MOE, tmp_path / "out").error < 1e-14
 
 
+@pytest.mark.parametrize("place", ["language_model.model.", "model.language_model.", "model.", ""])
+def test_a_pattern_of_a_full_name_means_the_module_wherever_the_model_lies(tmp_path: Path, place: str) -> None:
+    """EVA writes its patterns so."""
+    name = f"{place}layers.1.self_attn.v_proj"
+    source = write_peft_adapter(tmp_path / "a", MOE, rank=4, targets=["v_proj"], config={"alpha_pattern": {name: 16}})
+    tensors = {key.replace("model.model.layers", f"model.{place}layers"): t for key, t in tensors_of(source).items()}
+    write_tensors(source / TENSORS_FILE, tensors)
+    manifest = ingest(source, MOE, tmp_path / "out")
+    assert [part.scale for site in manifest.sites for part in site.parts] == [2.0, 4.0]
+
+
 def test_a_packer_that_computes_something_else_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_peft_adapter(tmp_path / "a", MOE, rank=4)
     twice = in_part(Site.O, "o", lambda p: PartPlan(msgspec.structs.replace(p.entry, scale=4.0), p.pairs))

@@ -39,9 +39,8 @@ _TABLE_KEY = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<half>[AB])(\.[^.]+
 _BIAS_KEY = re.compile(r"(?P<module>.+?)\.lora_B(\.[^.]+)?\.(?P<half>bias)$")
 _MAGNITUDE_KEY = re.compile(r"(?P<module>.+?)\.lora_magnitude_vector(\.(?!weight$)[^.]+)?(\.weight)?$")
 _MLX_KEY = re.compile(r"(?P<module>.+)\.(lora_)?(?P<half>(?<=lora_)[ab]|(?<!lora_)m)$")
-_WRAPPERS = frozenset(
-    {"base_model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "language_model"}
-)
+_TORCHS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = _TORCHS | {"base_model", "module", "language_model"}
 _OLD_LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Mixtral's names in earlier transformers."""
 
@@ -89,6 +88,8 @@ class Original:
         self._first = _first_values(directory, str(self._config.get("init_lora_weights")), card)
         self._lengths = Lengths(facts)
         self._rows = Rows(self._config, self._header, card, facts)
+        patterns = {} if self._is_mlx else self._config.get("alpha_pattern") or {}
+        self._alphas = [(re.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in patterns.items()]
 
     def places(self) -> dict[tuple[int, Site], list[str]]:
         """The modules of the file by the site they act at."""
@@ -108,7 +109,7 @@ class Original:
             a, b = a.T, b.T
         if a.ndim == 2:
             a, b = a[None], b[None]
-        scale, spot = self._scale(_plain(module), a.shape[1]), self._spot(module)
+        scale, spot = self._scale(_said(module), a.shape[1]), self._spot(module)
         bias = self._tensor(pair["BIAS"]) if "BIAS" in pair else None
         scaling = self._scaling(pair, spot, scale) if "M" in pair else None
         return Term(spot, scale, a, b, bias, scaling)
@@ -207,7 +208,7 @@ class Original:
         by_expert = a.reshape(site.num_experts, -1, a.shape[1])
         b_by_expert = b.reshape(b.shape[0], -1, site.num_experts).transpose(2, 0, 1)
         parameter = "gate_up_proj" if site.site is Site.MOE_GATE_UP else "down_proj"
-        scale = self._scale(f"{_unwrapped(module)}.{parameter}", by_expert.shape[1])
+        scale = self._scale(f"{_bare(_said(module))}.{parameter}", by_expert.shape[1])
         if is_crossed:
             by_expert, b_by_expert = b_by_expert.transpose(0, 2, 1), by_expert.transpose(0, 2, 1)
         return Term(Spot(site, None, 0, site.out_dim), scale, by_expert, b_by_expert)
@@ -219,17 +220,15 @@ class Original:
             return float(self._config["lora_parameters"]["scale"])
         alpha = self._config.get("lora_alpha")
         alpha = 8.0 if alpha is None else alpha
-        for pattern, value in (self._config.get("alpha_pattern") or {}).items():
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in self._names(module)):
-                alpha = value
-                break
+        name = self._key(module)
+        alpha = next((value for pattern, value in self._alphas if pattern.match(name)), alpha)
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
-    def _names(self, module: str) -> Iterator[str]:
+    def _key(self, module: str) -> str:
         """What patterns are held against: the module, or its weight where that is what the config targets."""
         weight = f"{module}.weight"
         targets = self._config.get("target_parameters") or ()
-        yield weight if any(f".{weight}".endswith(f".{target}") for target in targets) else module
+        return weight if any(f".{weight}".endswith(f".{target}") for target in targets) else module
 
     def _untold(self, what: str, why: str) -> AdapterInvalid:
         return AdapterInvalid(f"{self._path.name}: {what}: found {why}; wanted one that the self-test can read too")
@@ -258,9 +257,21 @@ def _plain(module: str) -> str:
     return ".".join(names)
 
 
-def _unwrapped(module: str) -> str:
+def _said(module: str) -> str:
+    """A module's name as a configuration has it: below the model that was trained, wherever in that it lies."""
+    names = [name for name in module.split(".") if name not in _TORCHS]
+    while names[0] == "module" or names[:2] == ["base_model", "model"]:
+        names = names[1 if names[0] == "module" else 2 :]
+    return ".".join(names)
+
+
+def _bare(container: str) -> str:
     """A container's name, whichever of PEFT's nested wrappers a flattened pair was saved under."""
-    return _plain(re.sub(r"(\.base_layer)+$", "", module))
+    return re.sub(r"(\.base_layer)+$", "", container)
+
+
+def _unwrapped(module: str) -> str:
+    return _plain(_bare(module))
 
 
 def _spots(card: BaseCard) -> Iterator[tuple[str, Spot]]:
