@@ -408,6 +408,11 @@ def test_a_magnitude_far_beyond_its_row_is_refused(tmp_path: Path) -> None:
     refused(source, "down_proj.lora_magnitude_vector", "single precision")
 
 
+def test_a_rank_beyond_the_limit_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(AdapterInvalid, match=rf"rank: found {RANK}; wanted at most 2"):
+        plan_adapter(read_adapter(dora(tmp_path / "a")), CARD, max_rank=2)
+
+
 def test_half_of_dora_is_refused(tmp_path: Path) -> None:
     q0 = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector"
     stray, missing, short = (dora(tmp_path / name, targets=["q_proj"]) for name in ("a", "b", "c"))

@@ -52,6 +52,7 @@ def plan_adapter(
     absent = Expected(adapter.rules, places.names).absent(card, present)
     refuse_empty_layers(adapter.tensors.name, absent, found)
     _check_finite(replaced.file)
+    _check_ranks(adapter, found, max_rank)  # nobody is asked about what is refused anyway
     rows = replaced.pairs(facts, found)
     doras = dora_parts(adapter.tensors, card, places.magnitudes, facts)
     facts.check_answered()
@@ -61,7 +62,6 @@ def plan_adapter(
             replaced.file.name, "tensors", found=f"nothing that {card.name} has not", wanted="a LoRA pair, or rows"
         )
     sites = _sites(card, found, places.biases, doras)
-    _check_ranks(adapter, sites, max_rank)
     kind, notes = _packed_dtype(adapter, sites, narrow)
     return AdapterPlan(
         source=adapter,
@@ -137,15 +137,14 @@ def _with_gain(pair: Pair, scale: float, common: float) -> Pair:
     return Pair(a=pair.a, bt=pair.bt, rank=pair.rank, gain=gain)
 
 
-def _check_ranks(adapter: PeftAdapter, sites: tuple[SitePlan, ...], max_rank: int) -> None:
-    for site in sites:
-        for part in site.parts:
-            if part.entry.rank > max_rank:
-                tensor = next(pair.a.tensor for pair in part.pairs if pair)
+def _check_ranks(adapter: PeftAdapter, found: Found, max_rank: int) -> None:
+    for _, blocks in sorted(found.items()):
+        for pair, _ in blocks.values():
+            if pair.rank > max_rank:
                 raise invalid(
                     adapter.tensors.name,
-                    f"tensor {tensor} rank",
-                    found=part.entry.rank,
+                    f"tensor {pair.a.tensor} rank",
+                    found=pair.rank,
                     wanted=f"at most {max_rank} (INFINILORA_MAX_RANK)",
                 )
 
