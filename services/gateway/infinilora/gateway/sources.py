@@ -20,7 +20,7 @@ CHUNK_BYTES = 8 << 20
 PICKLE_FILE = "adapter_model.bin"
 """Looked for where there is no safetensors file, and never read: its name alone is what is refused."""
 _INITS = re.compile(rb'"(pissa|olora|corda|lora_ga)', re.IGNORECASE)
-"""Words of a config by which first values may lie beside it. Nothing is understood here: the worker reads the file."""
+"""Words of a config that began with first values. Nothing is understood here: the worker reads the file."""
 _MAX_CONFIG_BYTES = 8 << 20
 
 
@@ -95,8 +95,8 @@ class Sources:
         blobs = self._buckets.open(bucket)
         files = _files_of(blobs, prefix)
         self._take(files, scratch, files)
-        if _may_have_first_values(scratch / CONFIG_FILE):
-            first = [file for name in _initial_names() if (file := _meet_beside(blobs, prefix, name))]
+        if (scratch / CONFIG_FILE).is_file():
+            first = _first_values(blobs, prefix, is_named=_speaks_of_first_values(scratch / CONFIG_FILE))
             files += first
             self._take(first, scratch, files)
         if any(file.has_changed() for file in files):
@@ -170,9 +170,24 @@ def _initial_names() -> Iterator[str]:
     return (f"{directory}/{name}" for directory in INITIAL_DIRS for name in (CONFIG_FILE, WEIGHT_FILES[0]))
 
 
-def _may_have_first_values(config: Path) -> bool:
-    if not config.is_file():
-        return False
+def _first_values(blobs: BlobStore, prefix: str, *, is_named: bool) -> list[_File]:
+    """Those that lie beside an adapter. They count where its config is silent, too: PEFT's own recipe leaves it so.
+
+    A store that will not say what is not there is then asked once, not eight times.
+    """
+    found = []
+    for name in _initial_names():
+        try:
+            file = _meet(blobs, prefix, name)
+        except StoreRefused:
+            if not is_named:
+                break
+            continue
+        found += [file] if file else []
+    return found
+
+
+def _speaks_of_first_values(config: Path) -> bool:
     with disk_errors(), config.open("rb") as file:
         return _INITS.search(file.read(_MAX_CONFIG_BYTES)) is not None
 
