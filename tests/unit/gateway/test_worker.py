@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 import subprocess
@@ -144,11 +145,13 @@ async def test_an_archive_is_held_against_the_limit_in_the_worker(tmp_path: Path
 
 
 async def test_a_worker_that_needs_more_memory_than_it_may_have_is_refused(tmp_path: Path) -> None:
-    source = adapter(tmp_path)
-    with (source / "adapter_model.safetensors").open("r+b") as file:
-        file.write((90 << 20).to_bytes(8, "little"))
-        file.truncate(2 << 30)
-    with pytest.raises(AdapterInvalid):
+    source, num_bytes = adapter(tmp_path), 2 << 30
+    table = {"x": {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]}}
+    header = json.dumps(table).encode()
+    with (source / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)  # a hole: it costs no disk, and more address space than there is
+    with pytest.raises(AdapterInvalid, match=r"1024 MB and 300 s .*INFINILORA_INGEST_MEMORY_MB"):
         await pack_adapter(source, CARD, tmp_path, IngestLimits(memory_mb=1024))
 
 

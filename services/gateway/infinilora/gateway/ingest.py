@@ -95,12 +95,14 @@ async def _work(worker: Sequence[object], source: Path, limits: IngestLimits) ->
         async with asyncio.timeout(limits.wall_s):
             stdout, stderr = await process.communicate()
     except TimeoutError:
-        raise DeadlineExceeded(f"reading the adapter took more than {limits.wall_s:.0f} s") from None
+        raise DeadlineExceeded(
+            f"reading the adapter took more than {limits.wall_s:g} s (INFINILORA_INGEST_WALL_S)"
+        ) from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return _read_report(process.returncode or 0, stdout, stderr, source)
+    return _read_report(process.returncode or 0, stdout, stderr, source, limits)
 
 
 def check_narrow(narrow: str) -> str:
@@ -117,7 +119,9 @@ def _environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C.UTF-8"}
 
 
-def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> IngestReport | FactsNeeded:
+def _read_report(
+    status: int, stdout: bytes, stderr: bytes, source: Path, limits: IngestLimits
+) -> IngestReport | FactsNeeded:
     report = _decode(stdout)
     if isinstance(report, _Refusal):
         error = from_wire(report.error)
@@ -129,7 +133,10 @@ def _read_report(status: int, stdout: bytes, stderr: bytes, source: Path) -> Ing
         raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
     logger.error("ingest died", extra={"status": status, "stderr": stderr.decode(errors="replace")[-LOG_CHARS:]})
     if status in (-signal.SIGXCPU, -signal.SIGKILL) or b"MemoryError" in stderr:
-        raise AdapterInvalid("the adapter needs more memory or time to read than this gateway allows")
+        raise AdapterInvalid(
+            f"the adapter needs more memory or time to read than this gateway allows: {limits.memory_mb} MB and "
+            f"{limits.cpu_s} s of a processor (INFINILORA_INGEST_MEMORY_MB, INFINILORA_INGEST_CPU_S)"
+        )
     raise Internal("reading the adapter failed; the gateway's log has the reason")
 
 
