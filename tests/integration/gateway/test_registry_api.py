@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from infinilora.protocol import keys
+from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest
+from infinilora.runtime.blobs import DirectoryBlobs
 from support.gateway_house import House, error_of, open_house
 
 pytestmark = pytest.mark.integration
@@ -220,6 +222,34 @@ async def test_what_is_refused_after_it_was_packed_is_noted_for_deletion(tmp_pat
         stored = {f"sha256:{path.stem}" for path in (tmp_path / "store" / "adapters").iterdir()}
         assert kept["digest"] in stored
         assert stored <= set(condemned)
+
+
+async def test_what_was_stored_for_an_answer_that_was_lost_is_noted_for_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = DirectoryBlobs.put_file
+
+    def written_and_cut(self: DirectoryBlobs, name: str, path: Path, *, if_absent: bool = False) -> bool:
+        put_file(self, name, path, if_absent=if_absent)
+        raise Unavailable("the object store does not answer", retry_after_s=1.0)
+
+    async with open_house(tmp_path) as house:
+        monkeypatch.setattr(DirectoryBlobs, "put_file", written_and_cut)
+        source = house.adapter_dir("s1", seed=1)
+        answer = await house.http.post("/v1/adapters", json={"name": "a", "source": f"file://{source}"})
+        assert answer.status_code == 503
+        condemned = [digest for digest, _ in await house.store.journal(keys.CONDEMNED, 0, 10)]
+        assert [f"sha256:{path.stem}" for path in (tmp_path / "store" / "adapters").iterdir()] == condemned
+
+
+async def test_a_file_that_was_cut_in_the_store_is_whole_again_once_it_is_registered_anew(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        made = await create(house, "a", 1)
+        stored = tmp_path / "store" / keys.packed(Digest(made["digest"]))
+        stored.write_bytes(stored.read_bytes()[:-40])
+        assert (await post(house, "a/verify")).json()["ok"] is False
+        assert (await create(house, "a", 1))["changed"] is False
+        assert (await post(house, "a/verify")).json()["ok"] is True
 
 
 async def test_a_gateway_whose_adapter_api_is_off_says_so_and_goes_on_serving(tmp_path: Path) -> None:

@@ -102,8 +102,9 @@ class Adapters:
                 directory, card, work, self._ingest.limits, narrow=wish.narrow, ask=self._ask
             )
             notes = check_declared(packed.declared_base, base, self._catalog.known_bases(), self._policy)
-            await self._keep(packed, path)
             await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing
+            await self._keep(packed, path)
+            await self._ledger.watch(packed.digest)  # and anew: writing may take longer than a watch lasts
             outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed, notes))
             # What was in the store already may have been collected just before the name pointed to it; not after.
             await self._keep(packed, path)
@@ -119,10 +120,13 @@ class Adapters:
             return await asyncio.to_thread(verify_packed, self._blobs, digest)
 
     async def _keep(self, packed: IngestReport, path: Path) -> None:
-        """Have the packed file in the store."""
-        name = keys.packed(packed.digest)
-        if await asyncio.to_thread(self._blobs.stat, name) is None:
-            await asyncio.to_thread(self._blobs.put_file, name, path, if_absent=True)
+        """Have the packed file in the store, and in its whole length."""
+        await asyncio.to_thread(self._put, keys.packed(packed.digest), path)
+
+    def _put(self, name: str, path: Path) -> None:
+        blob = self._blobs.stat(name)
+        if blob is None or blob.size != path.stat().st_size:
+            self._blobs.put_file(name, path, if_absent=blob is None)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
