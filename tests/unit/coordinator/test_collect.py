@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typing_extensions import override
 
-from infinilora.coordinator.collect import WITHIN_S, Collector, Times
+from infinilora.coordinator.collect import MAX_LOOKED_AT, WITHIN_S, Collector, Times
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.orders import Orders
 from infinilora.coordinator.registry import Registry
@@ -288,6 +288,36 @@ async def test_a_digest_with_another_name_stays_and_loses_the_dead_reference(tmp
         found = await world.store.get(keys.digest(A), DigestRecord)
         assert found is not None
         assert (world.has(A), found.value.refs) == (True, ("t/two@v1",))
+
+
+async def test_many_that_are_deleted_together_wait_together(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        digests = [digest_of(b"%d" % number) for number in range(MAX_LOOKED_AT + 6)]
+        for number, digest in enumerate(digests):
+            await world.register(f"n{number}", digest)
+        await world.rounds()
+        for number in range(len(digests)):
+            await world.ledger.delete("t", f"n{number}")
+        await world.rounds(1)
+        world.clock.now += GRACE_S
+        await world.leadership.step()
+        await world.rounds(6)
+        assert await world.condemned() == []
+        assert not any(map(world.has, digests))
+
+
+async def test_a_name_that_came_and_went_between_two_rounds_has_its_whole_grace(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        await world.ledger.watch(A)
+        await world.rounds(1)
+        world.clock.now += GRACE_S
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.rounds()
+        assert (world.has(A), await world.state(A)) == (True, "live"), "requests admitted before may still come"
+        world.clock.now += GRACE_S
+        await world.rounds()
+        assert not world.has(A)
 
 
 async def test_a_file_that_never_got_a_name_is_deleted(tmp_path: Path) -> None:

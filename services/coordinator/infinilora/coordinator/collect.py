@@ -37,7 +37,9 @@ from infinilora.runtime.store import Change, Store, Unstamp, Value
 logger = logging.getLogger(__name__)
 
 MAX_LOOKED_AT = 64
-"""Digests of one round, the oldest first."""
+"""Digests of one round: those whose grace time is over, then the others; the oldest first."""
+MAX_WAITING = 4096
+"""Digests whose grace time runs, the oldest; those behind them begin when these are gone."""
 WITHIN_S = 10
 """From making a deletion ready to its arrival at the store, which takes none later."""
 
@@ -85,15 +87,20 @@ class Collector:
         self._hold_s = WITHIN_S + times.clock_skew_s
         self._clock = clock
         self._since: dict[Digest, float] = {}
+        self._stamps: dict[Digest, int] = {}
         self._told: dict[Digest, set[str]] = {}
         self._taken_over: dict[Digest, float] = {}
 
     async def round(self, epoch: int) -> None:
         """Take every condemned digest one step on. Raises Unavailable when Redis is away."""
-        entries = await self._store.journal(keys.CONDEMNED, 0, MAX_LOOKED_AT)
-        digests = [Digest(entry) for entry, _ in entries]
+        entries = await self._store.journal(keys.CONDEMNED, 0, MAX_WAITING)
         now = self._clock()
-        self._since = {digest: self._since.get(digest, now) for digest in digests}
+        stamps = {Digest(entry): number for entry, number in entries}
+        # One that was stamped again had a name meanwhile, or is to have one: its time begins anew.
+        again = {digest for digest, number in stamps.items() if self._stamps.get(digest) != number}
+        self._since = {digest: now if digest in again else self._since[digest] for digest in stamps}
+        self._stamps = stamps
+        digests = sorted(self._since, key=lambda digest: now - self._since[digest] < self._grace_s)[:MAX_LOOKED_AT]
         self._told = {digest: told for digest, told in self._told.items() if digest in self._since}
         self._taken_over = {digest: at for digest, at in self._taken_over.items() if now - at < self._hold_s}
         records = await self._store.get_many([keys.digest(digest) for digest in digests], DigestRecord)
