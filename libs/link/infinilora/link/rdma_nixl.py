@@ -6,13 +6,14 @@ write's notification reaches the peer after the write itself, and is its tag.
 
 import secrets
 import struct
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinilora.link.errors import LinkClosed
-from infinilora.link.rdma import Fabric
+from infinilora.link.rdma import PATIENCE_S, Fabric
 from infinilora.protocol.errors import Unavailable
 
 _CARD = struct.Struct("<QII")
@@ -52,7 +53,6 @@ class NixlTransport:
         self.card = place + agent.get_agent_metadata()
         self._peer = ""
         self._peer_place = 0, 0, ""
-        self._under_way: list[Any] = []
 
     def connect(self, card: bytes) -> None:
         if len(card) <= _CARD.size:
@@ -64,29 +64,27 @@ class NixlTransport:
         self._peer_place = address, device, _SEGMENTS[bool(is_cuda)]
 
     def put(self, at: int, peer_at: int, num_bytes: int, tag: int) -> None:
-        self._reap()
         address, device, segment = self._peer_place
         source = self._tensors[1].data_ptr() + at
         local = self._agent.get_xfer_descs([(source, num_bytes, self._device)], self._segment)
         remote = self._agent.get_xfer_descs([(address + peer_at, num_bytes, device)], segment)
         handle = self._agent.initialize_xfer("WRITE", local, remote, self._peer, _TAG.pack(tag))
-        self._under_way.append(handle)
-        if self._agent.transfer(handle) == _FAILED:
-            raise LinkClosed(f"the link broke: the write of message {tag} failed")
+        try:
+            self._finish(handle, tag)
+        finally:
+            self._agent.release_xfer_handle(handle)
 
-    def _reap(self) -> None:
-        """Forget writes that are done. LinkClosed where one has failed."""
-        states = [(handle, self._agent.check_xfer_state(handle)) for handle in self._under_way]
-        for handle, state in states:
-            if state == _DONE:
-                self._agent.release_xfer_handle(handle)
-        self._under_way = [handle for handle, state in states if state != _DONE]
-        if any(state == _FAILED for _, state in states):
-            raise LinkClosed("the link broke: a write failed")
+    def _finish(self, handle: Any, tag: int) -> None:
+        """Wait until the write is done. The agent sends its notification while it is asked for the state."""
+        deadline = time.monotonic() + PATIENCE_S
+        state = self._agent.transfer(handle)
+        while state not in (_DONE, _FAILED) and time.monotonic() < deadline:
+            time.sleep(0)
+            state = self._agent.check_xfer_state(handle)
+        if state != _DONE:
+            raise LinkClosed(f"the link broke: the write of message {tag} is {state}")
 
     def has_come(self, tag: int) -> bool:
-        if self._under_way:
-            self._reap()
         return bool(self._agent.check_remote_xfer_done(self._peer, _TAG.pack(tag)))
 
     def close(self) -> None:
