@@ -303,6 +303,9 @@ def test_errors_of_the_api_are_leaves_of_the_one_tree(gateway: tuple[str, type[G
             api.push(peft_directory(tmp_path / "a", b"broken"), Wish("a"), on_bytes=lambda _: None)
         with pytest.raises(InvalidRequest, match="is not a directory"):
             api.push(tmp_path / "none", Wish("a"), on_bytes=lambda _: None)
+        (tmp_path / "a.zip").touch()
+        with pytest.raises(InvalidRequest, match="unpack it first"):
+            api.push(tmp_path / "a.zip", Wish("a"), on_bytes=lambda _: None)
     with Api("http://127.0.0.1:9") as api, pytest.raises(Unavailable):
         api.models()
 

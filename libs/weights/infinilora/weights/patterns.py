@@ -65,9 +65,10 @@ class Matcher:
                 warnings.simplefilter("ignore")
                 return re.compile(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise invalid(
-                self._file, f"pattern {pattern!r:.200}", found=str(error), wanted="a regular expression"
-            ) from error
+            # Without re's "at position": it counts what a form puts before the pattern as well.
+            found = error.msg if isinstance(error, re.error) else str(error)
+            what = f"pattern {pattern!r:.200}"
+            raise invalid(self._file, what, found=found, wanted="a regular expression") from error
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:

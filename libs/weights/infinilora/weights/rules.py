@@ -5,12 +5,14 @@ is refused by its key; a key that this version has never heard of is refused whe
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.patterns import Matcher
 from infinilora.weights.refuse import invalid
 
@@ -218,8 +220,16 @@ def rules_of(config: dict[str, Any]) -> LoraRules:
     try:
         fields = msgspec.convert(_plain(config), LoraConfig)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise invalid(CONFIG_FILE, "content", found=str(error), wanted="a PEFT LoraConfig") from error
+        raise _misfit(error) from error
     return checked_rules(fields)
+
+
+def _misfit(error: Exception) -> AdapterInvalid:
+    """A value that a LoraConfig of PEFT would not hold: by its key, where msgspec says at which ("... - at `$.r`")."""
+    told, _, key = str(error).rpartition(" - at `$.")
+    if words := re.fullmatch("Expected `(.+)`, got `(.+)`", told):
+        return invalid(CONFIG_FILE, f"{key[:-1]:.200}", found=words[2], wanted=words[1].replace("|", "or"))
+    return invalid(CONFIG_FILE, "content", found=str(error), wanted="a PEFT LoraConfig")
 
 
 def refuse_drafters(file: str, config: dict[str, Any]) -> None:

@@ -287,7 +287,7 @@ def _check_replaceable(live: AdapterRecord | None, content: Content) -> None:
     if not content.may_replace:
         raise Conflict(
             f"adapter '{live.name}' exists with other content ({live.current[:19]}...); "
-            "send replace=true to make this its next version",
+            "send replace=true (adapter push --replace) to make this its next version",
             param="name",
         )
 

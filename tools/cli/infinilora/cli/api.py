@@ -171,7 +171,9 @@ def adapter_files(directory: Path) -> list[Path]:
     Raises InvalidRequest when there are not the first two.
     """
     if not directory.is_dir():
-        raise InvalidRequest(f"{directory} is not a directory; wanted one with {CONFIG_FILE} and {WEIGHT_FILES[0]}")
+        unpack = " (an archive: unpack it first)" if directory.is_file() else ""
+        wanted = f"one with {CONFIG_FILE} and {WEIGHT_FILES[0]}{unpack}"
+        raise InvalidRequest(f"{directory} is not a directory; wanted {wanted}")
     config = directory / CONFIG_FILE
     if not config.is_file():
         raise InvalidRequest(f"{directory} has no {CONFIG_FILE}: is it the directory that PEFT saved?")
