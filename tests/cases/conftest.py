@@ -1,5 +1,6 @@
 """One running system a fixture base, shared by all cases on it; at any time only one of them runs."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +42,7 @@ def elsewhere(endpoint: str) -> dict[str, str]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """Parametrized by name: pytest runs all cases of one world before the next one starts."""
+    """Parametrized by name: pytest runs all cases of one world before the next one starts. `ExL`: a group so cut."""
     name: str = request.param
     base, _, variant = name.partition("/")
     root: Path = tmp_path_factory.mktemp(name.replace("/", "-"))
@@ -64,7 +65,8 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             urls = Urls(store=server.url("cases"))
             env = keys(server) | elsewhere(proxy.endpoint)
         try:
-            api = await factory.start(checkpoint, env=env, urls=urls)
+            more = {"lora_shape": variant} if re.fullmatch(r"\dx\d", variant) else {}
+            api = await factory.start(checkpoint, env=env, urls=urls, **more)
             made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)
             await made.settle()
             yield made

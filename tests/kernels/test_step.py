@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from infinilora.kernels.batch import Part, segment_table
+from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.kernels.step import NativeStep
 
@@ -37,7 +37,7 @@ class Step:
     ) -> tuple[int, list[float]]:
         """Status, and the first column."""
         x, out = torch.ones(ROWS, COLS), torch.full((ROWS, COLS), -1.0)
-        call = step_id, layer, site, row_start, ROWS, in_cols, COLS, 0
+        call = step_id, layer, site, row_start, ROWS, in_cols, COLS, 0, 0
         status = self.compute(self.native.address, *call, x.data_ptr(), None, None, out.data_ptr())
         return status, out[:, 0].tolist()
 
@@ -105,3 +105,69 @@ def test_shut_waits_for_a_kernel_that_runs(step: Step) -> None:
     record.busy = 0
     shut.join(10)
     assert not shut.is_alive()
+
+
+EXPERTS, PICKS = 5, 2
+
+
+def named_call(step: Step, site: int, rows: list[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Status, what came, and what the same kernels give for these rows one by one, in fp64 by the definition."""
+    dice = torch.Generator().manual_seed(site)
+    a, bt = torch.randn(EXPERTS, 3, COLS, generator=dice), torch.randn(EXPERTS, 3, COLS, generator=dice)
+    part = Part(a=a, bt=bt, scale=0.5, out_offset=0)
+    step.kernels.bind(2, 0, site, (part,), COLS, COLS)
+    ids = torch.randint(-1, EXPERTS, (len(rows), PICKS), generator=dice, dtype=torch.int32)
+    weights = torch.rand(len(rows), PICKS, generator=dice)
+    is_down = site == MOE_DOWN
+    x = torch.randn(len(rows), PICKS * COLS if is_down else COLS, generator=dice)
+    heads = torch.tensor(rows, dtype=torch.int32)[:, None]
+    table, routed = torch.cat([heads, ids], 1), torch.cat([torch.full_like(heads, 9).float(), weights], 1)
+    out = torch.full((len(rows), COLS if is_down else PICKS * COLS), torch.nan)
+    call = 9, 0, site, 77, len(rows), x.shape[1], out.shape[1], PICKS + 1, 8
+    status = step.compute(
+        step.native.address,
+        *call,
+        x.data_ptr(),
+        table.data_ptr(),
+        routed.data_ptr() if is_down else None,
+        out.data_ptr(),
+    )
+    wanted = torch.zeros(len(rows), PICKS, COLS, dtype=torch.float64)
+    for r, row in enumerate(rows):
+        for pick in range(PICKS):
+            expert = int(ids[r, pick])
+            if ADAPTED.start <= row < ADAPTED.stop and expert >= 0:
+                taken = x[r].view(PICKS, COLS)[pick] if is_down else x[r]
+                delta = 0.5 * (taken.double() @ a[expert].double().T) @ bt[expert].double()
+                wanted[r, pick] = float(weights[r, pick]) * delta if is_down else delta
+    return status, out, wanted.sum(1) if is_down else wanted.flatten(1)
+
+
+ADAPTED = range(2, 700)
+NAMED = {
+    "few": [0, 2, 3, 5, 9],
+    "one": [4],
+    "twice": [2, 2, 3],
+    "none of them": [0, 1],
+    "many": list(range(0, 3000, 2)),
+}
+
+
+@pytest.mark.parametrize("site", [MOE_GATE_UP, MOE_DOWN])
+@pytest.mark.parametrize("rows", NAMED.values(), ids=NAMED)
+def test_rows_that_a_call_names_get_the_delta_of_their_own_segment(step: Step, site: int, rows: list[int]) -> None:
+    step.load((0, 2, 3), (2, 698, 2), (700, 5000, 3))
+    status, found, wanted = named_call(step, site, rows)
+    assert status == COMPUTED
+    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_named_rows_out_of_order_are_left_to_python(step: Step) -> None:
+    step.load((0, 9, 2))
+    assert named_call(step, MOE_DOWN, [3, 2])[0] == DECLINED
+
+
+def test_a_site_that_is_left_to_python_is_declined(step: Step) -> None:
+    step.kernels.leave_to_python(0, SITE)
+    step.load((0, 3, 2))
+    assert step.call()[0] == DECLINED

@@ -39,6 +39,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LT": ("Llama", {"tie_word_embeddings": True}),
     "L-bias": ("Llama", {"attention_bias": True}),
     "Q": ("Qwen3Moe", _QWEN_MOE),
+    "Q8": ("Qwen3Moe", {**_QWEN_MOE, "num_experts": 8}),
     "Q2": ("Qwen2Moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}),
     "M": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": None}),
 }

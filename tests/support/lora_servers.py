@@ -168,6 +168,7 @@ async def linked_engine(
     protocol_version: int = PROTOCOL_VERSION,
     sites: int = site_mask(Site),
     scales_columns: bool = True,
+    opens_shards: bool = False,
 ) -> AsyncIterator[LinkedEngine]:
     """Open a link to the server as an engine of `card` would, and close it at the end."""
     settings = LinkSettings(
@@ -186,6 +187,7 @@ async def linked_engine(
                 offers=[_offer(offer) for offer in offers.wire],
                 sites=sites,
                 scales_columns=scales_columns,
+                opens_shards=opens_shards,
             )
             await stream.send(lora_pb2.EngineMessage(hello=hello))
             replies = aiter(stream)

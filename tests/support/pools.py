@@ -21,7 +21,7 @@ from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore
 from infinilora.weights.ingest import ingest
 from infinilora.weights.synth import write_peft_adapter
-from support.deltas import Deltas, packed_deltas
+from support.deltas import Deltas, packed_deltas, rename_tensors
 
 WAIT_S = 10.0
 
@@ -55,6 +55,19 @@ def pack(
 ) -> Packed:
     """Make a random adapter, ingest it and put it into the store."""
     source = write_peft_adapter(work / f"peft-{seed}", card, rank=rank, targets=targets, seed=seed, dtype=dtype)
+    path = work / f"packed-{seed}"
+    digest = manifest_digest(ingest(source, card, path))
+    blobs.put_file(keys.packed(digest), path)
+    return Packed(digest, path, card)
+
+
+def pack_some_experts(
+    work: Path, blobs: BlobStore, card: BaseCard, *, seed: int, rank: int, without: Sequence[int]
+) -> Packed:
+    """As `pack`, of every module of the layers but those of some experts."""
+    source = write_peft_adapter(work / f"peft-{seed}", card, rank=rank, seed=seed)
+    absent = tuple(f".experts.{expert}." for expert in without)
+    rename_tensors(source, {}, keep=lambda name: not any(part in name for part in absent))
     path = work / f"packed-{seed}"
     digest = manifest_digest(ingest(source, card, path))
     blobs.put_file(keys.packed(digest), path)

@@ -73,6 +73,11 @@ class Server:
         return self._process.pid
 
     def start(self) -> Self:
+        self.launch()
+        return self.until_up()
+
+    def launch(self) -> None:
+        """Begin; `until_up` waits."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -82,6 +87,8 @@ class Server:
                 cwd=self.home,
                 env={**os.environ, **self.environment()},
             )
+
+    def until_up(self) -> Self:
         is_up = False
         try:
             wait_until(self._is_up, f"{self.name} on port {self.port}", self.ready_s)

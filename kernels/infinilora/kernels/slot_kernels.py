@@ -60,6 +60,10 @@ class SlotKernels:
             return None
         return NativeStep(self._library, self._table, self._left_to_python, self.num_slots)
 
+    def leave_to_python(self, layer: int, site: int) -> None:
+        """Native steps decline calls of this site: whoever serves a link has something to say about them."""
+        self._left_to_python[self._place(layer, site)] = 1
+
     def bind(self, slot: int, layer: int, site: int, parts: SiteWeights, in_dim: int, out_dim: int) -> None:
         """From now on rows of `slot` get these parts' delta at (layer, site). Keeps the tensors until `clear`."""
         place = self._place(layer, site)

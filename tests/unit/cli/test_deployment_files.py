@@ -51,7 +51,6 @@ def test_compose_names_settings_that_the_service_has(service: str) -> None:
 
 @pytest.mark.parametrize("lora", ["remote", "local"])
 def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_path: Path) -> None:
-    ports = {"gateway_port": 1, "coordinator_port": 2, "engine_port": 3, "lora_server_port": 4}
     shared = {
         "INFINILORA_NATS_URL": "nats://x",
         "INFINILORA_REDIS_URL": "redis://x",
@@ -64,17 +63,22 @@ def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_pat
         threads=2,
         link_dir=tmp_path,
         var_dir=tmp_path,
+        gateway_port=1,
+        coordinator_port=2,
+        engine_port=3,
+        lora_server_port=4,
+        lora_shape="2x1",
+        shard_ports=(5,),
         shared=shared,
-        **ports,
     )
     programs = services(plan)
-    assert [p.name for p in programs if p.name == "lora-server"] == (["lora-server"] if lora == "remote" else [])
+    shards = [p.name for p in programs if p.name.startswith("lora-server")]
+    assert shards == (["lora-server", "lora-server.1"] if lora == "remote" else [])
     for program in programs:
+        service = program.name.partition(".")[0]
         ours = {name for name in program.env if name.startswith("INFINILORA_")}
-        required = {
-            f"INFINILORA_{n.upper()}" for n, f in SETTINGS[program.name].model_fields.items() if f.is_required()
-        }
-        assert required <= ours <= fields_of(program.name)
+        required = {f"INFINILORA_{n.upper()}" for n, f in SETTINGS[service].model_fields.items() if f.is_required()}
+        assert required <= ours <= fields_of(service)
 
 
 def test_every_variable_of_compose_is_in_the_example_and_the_other_way_round() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from infinilora.cli.services import Plan, services
+from infinilora.cli.services import Plan, services, stopping
 
 
-def plan(*, threads: int, lora: str = "remote") -> Plan:
+def plan(*, threads: int, lora: str = "remote", shape: str = "1x1", shard_ports: tuple[int, ...] = ()) -> Plan:
     return Plan(
         model=Path("model"),
         served_name="base",
@@ -19,6 +19,8 @@ def plan(*, threads: int, lora: str = "remote") -> Plan:
         coordinator_port=2,
         engine_port=3,
         lora_server_port=4,
+        lora_shape=shape,
+        shard_ports=shard_ports,
         shared={},
     )
 
@@ -33,3 +35,29 @@ def test_a_lora_server_on_the_engines_cores_takes_half_of_its_threads(threads: i
 @pytest.mark.parametrize("lora", ["local", "none"])
 def test_without_remote_lora_there_is_no_server(lora: str) -> None:
     assert "lora-server" not in {program.name for program in services(plan(threads=2, lora=lora))}
+
+
+def test_a_group_of_several_shards_is_a_program_for_each_told_of_its_head() -> None:
+    shards = [p for p in services(plan(threads=8, shape="2x2", shard_ports=(5, 6, 7))) if "lora_server" in p.argv[-1]]
+    assert [p.name for p in shards] == ["lora-server", "lora-server.1", "lora-server.2", "lora-server.3"]
+    told = [{k: p.env[f"INFINILORA_{k}"] for k in ("SHAPE", "SHARD", "HEAD", "LISTEN", "THREADS")} for p in shards]
+    assert [t["SHARD"] for t in told] == ["0", "1", "2", "3"]
+    assert [t["HEAD"] for t in told] == ["", "127.0.0.1:4", "127.0.0.1:4", "127.0.0.1:4"]
+    assert [t["LISTEN"].rpartition(":")[2] for t in told] == ["4", "5", "6", "7"]
+    assert {(t["SHAPE"], t["THREADS"]) for t in told} == {("2x2", "1")}
+
+
+def test_a_server_that_is_one_process_is_told_of_no_shape() -> None:
+    (server,) = [p for p in services(plan(threads=2)) if p.name == "lora-server"]
+    assert not {"INFINILORA_SHAPE", "INFINILORA_SHARD", "INFINILORA_HEAD"} & set(server.env)
+
+
+def test_the_shards_of_a_group_stop_together() -> None:
+    names = [p.name for p in services(plan(threads=2, shape="1x2", shard_ports=(5,)))]
+    assert stopping(["nats", *names]) == [
+        ["gateway"],
+        ["lora-server.1", "lora-server"],
+        ["engine"],
+        ["coordinator"],
+        ["nats"],
+    ]

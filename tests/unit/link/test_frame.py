@@ -59,6 +59,8 @@ def test_a_frame_whose_fields_agree_passes() -> None:
         _site(out_cols=2**20),
         _site(dtype=7),
         _site(flags=Flag.HAS_IDS, topk=2),
+        _site(flags=Flag.HAS_ROWS),
+        _site(flags=Flag.HAS_ROWS | Flag.HAS_IDS, topk=1, payload_bytes=64 + 2 * 4),
         Header(Kind.REPLY),
         Header(Kind.PLAN, rows=3, payload_bytes=47),
         Header(77),

@@ -52,3 +52,34 @@ def test_a_base_must_be_named(environment: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         read(Settings)
     assert "INFINILORA_BASE" in capsys.readouterr().err
+
+
+def test_a_shard_of_a_group_has_a_name_of_its_own(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"GROUP": "g", "SHAPE": "2x2", "SHARD": "3", "HEAD": "h:1"}.items():
+        environment.setenv(f"INFINILORA_{name}", value)
+    assert read(Settings).id == "g.3"
+    environment.setenv("INFINILORA_SHARD", "0")
+    environment.setenv("INFINILORA_HEAD", "")
+    assert read(Settings).id == "g"
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"SHAPE": "2"}, "SHAPE"),
+        ({"SHAPE": "0x1"}, "SHAPE"),
+        ({"SHAPE": "2x2", "SHARD": "4", "HEAD": "h:1"}, "SHARD"),
+        ({"SHARD": "1", "HEAD": "h:1"}, "SHARD"),
+        ({"SHAPE": "2x2", "SHARD": "1"}, "HEAD"),
+        ({"SHAPE": "2x2", "HEAD": "h:1"}, "HEAD"),
+    ],
+    ids=str,
+)
+def test_what_is_no_shard_of_its_shape_is_refused_by_name(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], told: dict[str, str], name: str
+) -> None:
+    for key, value in told.items():
+        environment.setenv(f"INFINILORA_{key}", value)
+    with pytest.raises(SystemExit):
+        read(Settings)
+    assert f"INFINILORA_{name}" in capsys.readouterr().err

@@ -31,10 +31,30 @@ OUTER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 SHAPES = [Shape(1, 2), Shape(2, 1), Shape(2, 2), Shape(3, 2)]
 
 
+class Adapters:
+    """Packed once for all tests of this file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blobs = DirectoryBlobs(root / "store")
+        self._made: dict[tuple[int, bool, int], Packed] = {}
+
+    def pack(self, seed: int, *, dense: bool, rank: int) -> Packed:
+        if (seed, dense, rank) not in self._made:
+            card, targets = (DENSE, OUTER) if dense else (CARD, None)
+            work = self.root / f"{len(self._made)}"
+            work.mkdir()
+            self._made[seed, dense, rank] = pack(work, self.blobs, card, seed=seed, rank=rank, targets=targets)
+        return self._made[seed, dense, rank]
+
+
 class House:
-    def __init__(self, work: Path) -> None:
+    """The groups of one test, with caches of their own."""
+
+    def __init__(self, work: Path, adapters: Adapters) -> None:
         self.work = work
-        self.blobs = WatchedBlobs(DirectoryBlobs(work / "store"))
+        self.adapters = adapters
+        self.blobs = WatchedBlobs(adapters.blobs)
         self.groups: list[GroupOfPools] = []
 
     def group(self, shape: Shape, *, dense: bool = False, **more: Any) -> GroupOfPools:
@@ -42,13 +62,17 @@ class House:
         return self.groups[-1]
 
     def pack(self, seed: int, *, dense: bool = False, rank: int = 4) -> Packed:
-        card, targets = (DENSE, OUTER) if dense else (CARD, None)
-        return pack(self.work, self.blobs, card, seed=seed, rank=rank, targets=targets)
+        return self.adapters.pack(seed, dense=dense, rank=rank)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path)
+def house(tmp_path: Path, adapters: Adapters) -> Iterator[House]:
+    house = House(tmp_path, adapters)
     yield house
     house.blobs.gate.set()
     for group in house.groups:
@@ -189,8 +213,8 @@ def test_a_shard_computes_with_a_tenancy_no_more_once_it_was_emptied(house: Hous
 
 
 def test_a_part_that_cannot_be_had_fails_the_adapter_everywhere(house: House) -> None:
-    good, bad = house.pack(1), house.pack(2)
-    with (house.work / "store" / keys.packed(bad.digest)).open("r+b") as file:
+    good, bad = house.pack(1), house.pack(99)
+    with (house.adapters.root / "store" / keys.packed(bad.digest)).open("r+b") as file:
         file.seek(-200, 2)  # the last layer: the head of this group has none of it
         file.write(b"\xff" * 100)
     group = house.group(Shape(1, 3))

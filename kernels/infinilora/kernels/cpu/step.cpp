@@ -6,6 +6,9 @@
 // Both orders are sequentially consistent: either the kernel sees the new version, or the waiter sees the kernel.
 #include "step.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include <sched.h>
 
 namespace il {
@@ -13,6 +16,7 @@ namespace {
 
 constexpr int kSites = 16, kMoeGateUp = 4, kMoeDown = 5, kEmbed = 10;  // batch.py
 constexpr int kMaxSegments = 512;                                      // of one call; more are left to Python
+constexpr int64_t kFewWords = 2048;                                    // of a table that is kept on the stack
 
 // The segments within rows [first, first + rows), counted from `first`. -1 where there are too many.
 int cut(const il_step& step, int first, int rows, il_segment* to) {
@@ -27,6 +31,45 @@ int cut(const il_step& step, int first, int rows, il_segment* to) {
   }
   return n;
 }
+
+// The same for rows that are named, in order: row r of the call is row heads[r * stride] of the step.
+int cut_named(const il_step& step, const int32_t* heads, int stride, int rows, il_segment* to) {
+  for (int r = 1; r < rows; ++r)
+    if (heads[int64_t(r) * stride] < heads[int64_t(r - 1) * stride]) return -1;
+  int n = 0, r = 0;
+  for (int s = 0; s < step.num_segments && r < rows; ++s) {
+    const il_segment& from = step.segments[s];
+    while (r < rows && heads[int64_t(r) * stride] < from.row_start) ++r;
+    const int begin = r;
+    while (r < rows && heads[int64_t(r) * stride] < from.row_start + from.rows) ++r;
+    if (begin == r) continue;
+    if (n == kMaxSegments) return -1;
+    to[n++] = {begin, r - begin, from.slot};
+  }
+  return n;
+}
+
+// A table [rows, columns] of 32-bit words without its first column.
+class Tail {
+ public:
+  Tail(const void* table, int64_t rows, int64_t columns) {
+    if (table == nullptr) return;
+    const int64_t kept = columns - 1;
+    words_ = rows * kept <= kFewWords ? few_ : static_cast<uint32_t*>(malloc(size_t(rows * kept) * 4));
+    if (words_ == nullptr) abort();
+    const auto* from = static_cast<const uint32_t*>(table);
+    for (int64_t r = 0; r < rows; ++r) memcpy(words_ + r * kept, from + r * columns + 1, size_t(kept) * 4);
+  }
+  ~Tail() {
+    if (words_ != few_) free(words_);
+  }
+  Tail(const Tail&) = delete;
+  template <class T> const T* as() const { return reinterpret_cast<const T*>(words_); }
+
+ private:
+  uint32_t few_[kFewWords];
+  uint32_t* words_ = nullptr;
+};
 
 struct Call {
   int32_t site, rows, in, out, topk;
@@ -61,12 +104,25 @@ int32_t compute(const il_step& step, uint32_t layer, uint32_t row_start, const C
   return n < 0 || launch(step, place, segments, n, c) ? kDeclined : kComputed;
 }
 
+int32_t compute_named(const il_step& step, uint32_t layer, Call c) {
+  const int64_t place = int64_t(layer) * kSites + c.site;
+  if (place >= step.slot_stride || step.left_to_python[place] || c.ids == nullptr || c.topk < 2) return kDeclined;
+  il_segment segments[kMaxSegments];
+  const int n = cut_named(step, c.ids, c.topk, c.rows, segments);
+  if (n < 0) return kDeclined;
+  const Tail ids(c.ids, c.rows, c.topk), weights(c.weights, c.rows, c.topk);
+  c.ids = ids.as<int32_t>();
+  c.weights = weights.as<float>();
+  --c.topk;
+  return launch(step, place, segments, n, c) ? kDeclined : kComputed;
+}
+
 }  // namespace
 }  // namespace il
 
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, const float* x,
-                        const int32_t* ids, const float* weights, float* out) {
+                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
+                        const float* x, const int32_t* ids, const float* weights, float* out) {
   if (step->step_id != step_id || site >= uint32_t(il::kSites) || site == uint32_t(il::kEmbed)) return kDeclined;
   if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
   const il::Call call{int32_t(site), int32_t(rows), int32_t(in_cols), int32_t(out_cols), int32_t(topk),
@@ -74,7 +130,7 @@ int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_
   __atomic_store_n(&step->busy, 1u, __ATOMIC_SEQ_CST);
   int32_t status = kDeclined;
   if (__atomic_load_n(&step->version, __ATOMIC_SEQ_CST) == step->granted_version)
-    status = il::compute(*step, layer, row_start, call);
+    status = has_rows ? il::compute_named(*step, layer, call) : il::compute(*step, layer, row_start, call);
   __atomic_store_n(&step->busy, 0u, __ATOMIC_RELEASE);
   return status;
 }

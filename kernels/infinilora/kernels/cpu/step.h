@@ -22,10 +22,11 @@ struct il_step {
 enum { kComputed = 0, kDeclined = 1 };
 
 // One site call in fp32, rows side by side as on the link; writes out [rows, out_cols] whole. kDeclined, and nothing
-// written that counts, where the grants have moved or Python is needed: it finds out why, and says so.
+// written that counts, where the grants have moved or Python is needed: it finds out why, and says so. With `has_rows`
+// the first of the topk ids of each row is its row of the step, and the first of its weights is nothing.
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, const float* x,
-                        const int32_t* ids, const float* weights, float* out);
+                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
+                        const float* x, const int32_t* ids, const float* weights, float* out);
 
 // The grants are of this version from now on; returns when no kernel runs by an earlier one.
 void il_step_shut(il_step* step, uint64_t version);

@@ -249,13 +249,22 @@ class EngineEnd:
 
 @dataclass(slots=True)
 class Call:
-    """A frame from an engine. PLAN: `segments` int32 [n, 4], a copy. SITE: views, valid until reply or refuse."""
+    """A frame from an engine. PLAN: `segments` int32 [n, 4], a copy. SITE: views, valid until reply or refuse.
+
+    `rows` where it names its rows of the step: int32 [rows]. The ids and weights are then without what headed them.
+    """
 
     header: Header
     segments: Tensor | None = None
     x: Tensor | None = None
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def topk(self) -> int:
+        """Ids of a row."""
+        return self.header.topk - (self.rows is not None)
 
 
 class ServerEnd:
@@ -290,12 +299,12 @@ class ServerEnd:
         has_ids = header.flags & Flag.HAS_IDS
         ids_at = offset + header.ids_offset
         weights_at = ids_at + rows * topk * 4 if has_ids else ids_at
-        return Call(
-            header,
-            x=x,
-            topk_ids=tensor(torch.int32, ids_at, rows, topk) if has_ids else None,
-            topk_weights=tensor(torch.float32, weights_at, rows, topk) if header.flags & Flag.HAS_WEIGHTS else None,
-        )
+        ids = tensor(torch.int32, ids_at, rows, topk) if has_ids else None
+        weights = tensor(torch.float32, weights_at, rows, topk) if header.flags & Flag.HAS_WEIGHTS else None
+        if ids is not None and header.flags & Flag.HAS_ROWS:
+            tail = None if weights is None else weights[:, 1:].contiguous()
+            return Call(header, None, x, ids[:, 1:].contiguous(), tail, ids[:, 0].contiguous())
+        return Call(header, None, x, ids, weights)
 
     def reply_buffer(self, call: Call) -> Tensor:
         """[rows, out_cols] in the link's own memory, paid for by the request. Write all of it, then `reply`."""
@@ -345,7 +354,7 @@ def _route(ticket: Ticket, topk_ids: Tensor | None, topk_weights: Tensor | None)
     ticket.topk_ids = None if topk_ids is None else _rows(topk_ids.to(torch.int32))[at]
     ticket.topk_weights = None if topk_weights is None else _rows(topk_weights.to(torch.float32))[at]
     shapes = {tuple(part.shape) for part in (ticket.topk_ids, ticket.topk_weights) if part is not None}
-    if flags != header.flags or shapes - {(header.rows, header.topk)}:
+    if flags != header.flags & Flag.ROUTED or shapes - {(header.rows, header.topk)}:
         raise InvalidRequest(
             f"a site call with {header.topk} experts a row for {header.rows} rows (flags {header.flags}); "
             f"found {sorted(shapes)} (flags {flags})"

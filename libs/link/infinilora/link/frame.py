@@ -6,8 +6,10 @@
     ERROR   server -> engine   instead of a REPLY: a WireError as JSON
 
 A SITE payload is `x [rows, in_cols]`, then, on the next 64-byte boundary where the site is routed,
-`topk_ids int32 [rows, topk]` and `topk_weights fp32 [rows, topk]`. A REPLY's is `[rows, out_cols]` of the same
-dtype. The link does not know what a site means: `[k, f]` of a row is flattened into its columns.
+`topk_ids int32 [rows, topk]` and `topk_weights fp32 [rows, topk]`. With HAS_ROWS the call is of some rows of the step,
+in order: the first id of each is its row (`row_start` says nothing), the first weight is nothing. A REPLY's is
+`[rows, out_cols]` of the same dtype. The link does not know what a site means: `[k, f]` of a row is flattened into its
+columns.
 """
 
 import enum
@@ -41,11 +43,16 @@ class Kind(enum.IntEnum):
 
 
 class Flag:
-    """Bits of a header. LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload."""
+    """Bits of a header. LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload.
+
+    HAS_ROWS: the ids begin with rows.
+    """
 
     LAST = 1
     HAS_IDS = 2
     HAS_WEIGHTS = 4
+    HAS_ROWS = 8
+    ROUTED = HAS_IDS | HAS_WEIGHTS
 
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,6 +134,8 @@ class Header(NamedTuple):
             return self.rows * _SEGMENT_BYTES
         if self.kind != Kind.SITE:
             raise InvalidRequest(f"link frame of kind {self.kind}; wanted PLAN or SITE")
+        if self.flags & Flag.HAS_ROWS and not (self.flags & Flag.HAS_IDS and self.topk > 1):
+            raise InvalidRequest(f"link frame names rows with flags {self.flags} and topk {self.topk}; wanted ids too")
         routed = bool(self.flags & Flag.HAS_IDS) + bool(self.flags & Flag.HAS_WEIGHTS)
         if not routed:
             return self.rows * self.in_cols * self.torch_dtype.itemsize

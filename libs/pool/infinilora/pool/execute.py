@@ -151,6 +151,18 @@ class StepWork:
             self._checked = (current, ready)
         return ready
 
+    def named(self, rows: Tensor) -> Tensor:
+        """Int32 [n, 3]: the segments that these rows of the step are in, counted from the first of them.
+
+        rows int32 [k], in order; InvalidRequest where they are not.
+        """
+        if len(rows) and bool((rows[1:] < rows[:-1]).any()):
+            raise InvalidRequest("the rows that a site call names are not in order")
+        edges = torch.tensor([(s.row_start, s.row_start + s.rows) for s in self.segments], dtype=torch.int32)
+        found = torch.searchsorted(rows, edges.reshape(-1)).reshape(-1, 2).tolist()
+        cut = zip(found, self.segments, strict=True)
+        return segment_table((first, end - first, s.slot) for (first, end), s in cut if first < end)
+
     def window(self, row_start: int, rows: int) -> Tensor:
         """Int32 [n, 3]: the segments within rows [row_start, row_start + rows), counted from row_start."""
         table = self._windows.get((row_start, rows))
@@ -170,6 +182,7 @@ class SiteCall(NamedTuple):
     """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f].
 
     EMBED has its token ids in `topk_ids` [rows, 1]. With `first_column`, out is a slice of a dense site's columns.
+    With `rows` int32 [rows], in order, they are those rows of the step, and `row_start` says nothing.
     """
 
     layer: int
@@ -180,6 +193,7 @@ class SiteCall(NamedTuple):
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     first_column: int | None = None
+    rows: Tensor | None = None
 
 
 def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall, *, accumulate: bool = False) -> None:
@@ -189,7 +203,7 @@ def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall
     """
     with grants.lock:
         work.require(grants, call.layer)
-        table = work.window(call.row_start, call.x.shape[0])
+        table = work.window(call.row_start, call.x.shape[0]) if call.rows is None else work.named(call.rows)
         match call.site:
             case Site.MOE_GATE_UP:
                 kernels.moe_gate_up(call.layer, table, call.x, _ids(call), call.out, accumulate=accumulate)

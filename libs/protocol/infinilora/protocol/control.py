@@ -33,6 +33,8 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     bytes_total: int = 0
     leases: int = 0
     resident: tuple[Digest, ...] = ()
+    shape: str = "1x1"
+    """expert_parallel x layer_parallel: the processes that are one group. Only the head beats, once all are there."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,10 @@ class Shape:
         return self.expert_parallel * self.layer_parallel
 
 
+ONE = Shape()
+"""A group that is one process."""
+
+
 class Sharding:
     """A shape over the sites of one base. Equal arguments give equal answers in every process."""
 
@@ -89,6 +93,13 @@ class Sharding:
     def dense_shard(self, layer: int, site: int) -> int:
         """The one owner of a dense site. KeyError where the base has no such site."""
         return self._dense[layer, int(site)]
+
+    def one_owner(self, layer: int, site: int) -> int | None:
+        """The shard that computes a site alone; None where its experts are cut over several columns."""
+        owner = self._dense.get((layer, int(site)))
+        if owner is None and self.shape.expert_parallel == 1:
+            return self.shard(self.stage_of(layer), 0)
+        return owner
 
     def first_expert(self, column: int, num_experts: int) -> int:
         """The least expert of a column; that of the column after the last is `num_experts`."""

@@ -169,7 +169,7 @@ def groups_of(members: Iterable[Member], base: Fingerprint) -> Iterable[Group]:
     """The LoRA server groups of a base, as their last beats told."""
     for member in members:
         beat = member.beat
-        if beat.base == base and isinstance(beat.load, GroupLoad):
+        if beat.base == base and isinstance(beat.load, GroupLoad) and beat.state != "starting":
             yield Group(
                 name=beat.group,
                 address=beat.address,

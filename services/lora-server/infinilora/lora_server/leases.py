@@ -7,23 +7,27 @@ engine                              server
   LeaseRequest / LeaseRelease ->      the pool
                               <-      LeaseGranted, ColumnScale ..., LayersReady ..., or LeaseFailed
 
-The Hello says what the engine computes; an adapter that needs more is refused (outbox.py).
+The Hello says what the engine computes; an adapter that needs more is refused (outbox.py). The Welcome of a head names
+the other shards of its group: the engine opens a link to each, which carries no leases.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 from infinilora.link.ends import ServerEnd
 from infinilora.link.open import Opener, Opening
 from infinilora.lora_server.outbox import Outbox
 from infinilora.lora_server.serve import LinkThread
+from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded
 from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint, parse_digest
+from infinilora.protocol.shards import ONE, Shape
 from infinilora.protocol.sites import UNNAMED_SITES
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.rpc import Call
@@ -44,6 +48,20 @@ class Identity:
 
     group: str
     base: Fingerprint
+    shape: Shape = ONE
+
+
+class LinkedPool(Protocol):
+    """What a link computes with: an AdapterPool by its leases, a FollowerPool by what the head has put there."""
+
+    @property
+    def kernels(self) -> SiteKernels: ...
+    def grants(self, holder: str) -> Grants: ...
+    def drop(self, holder: str) -> None: ...
+
+
+def _nowhere() -> list[lora_pb2.Shard]:
+    return []
 
 
 class LoraServer:
@@ -52,15 +70,21 @@ class LoraServer:
     def __init__(
         self,
         identity: Identity,
-        pool: AdapterPool,
+        pool: AdapterPool | LinkedPool,
         opener: Opener,
         service: Service,
         *,
         traces: Telemetry,
         metrics: LoraServerMetrics | None = None,
+        others: Callable[[], list[lora_pb2.Shard]] = _nowhere,
+        owns: Callable[[int, int], bool] | None = None,
     ) -> None:
+        """`others`: where a head's other shards are. `owns`: whether this one computes (layer, site); None: all."""
         self._identity = identity
         self._pool = pool
+        self._leases = pool if isinstance(pool, AdapterPool) else None
+        self._others = others
+        self._owns = owns
         self._opener = opener
         self._service = service
         self._traces = traces
@@ -97,7 +121,7 @@ class LoraServer:
     def close_idle(self) -> None:
         """End the streams of links that hold no lease."""
         for holder, outbox in list(self.open_links.items()):
-            if not self._pool.holds(holder):
+            if self._leases is None or not self._leases.holds(holder):
                 outbox.close()
 
     def close(self) -> None:
@@ -118,6 +142,11 @@ class LoraServer:
             )
         if self._service.draining.is_set():
             raise Overloaded("this LoRA server is draining", retry_after_s=1.0)
+        if self._identity.shape.num_shards > 1 and not hello.opens_shards:
+            raise InvalidRequest(
+                f"group {self._identity.group} has {self._identity.shape.num_shards} shards; "
+                "this engine is older than such groups and would be served a part"
+            )
         return hello
 
     def _welcome(self, opening: Opening) -> lora_pb2.ServerMessage:
@@ -129,6 +158,8 @@ class LoraServer:
                 incarnation=self._service.incarnation,
                 chosen=lora_pb2.Offer(backend=opening.chosen["backend"], details=details),
                 secret=opening.secret,
+                shape=str(self._identity.shape),
+                shards=self._others(),
             )
         )
 
@@ -142,6 +173,7 @@ class LoraServer:
             name=f"link {holder}",
             traces=self._traces,
             metrics=self._metrics,
+            owns=self._owns,
             on_end=outbox.close,
             on_death=self._service.fail_threadsafe,
         )
@@ -160,18 +192,21 @@ class LoraServer:
             outbox.close()
 
     def _take(self, message: lora_pb2.EngineMessage, holder: str, outbox: Outbox) -> None:
+        if self._leases is None:
+            raise InvalidRequest("leases are the head's alone; this is another shard of its group")
         match message.WhichOneof("message"):
             case "lease":
                 digest = parse_digest(message.lease.digest)
                 outbox.forget(digest)
-                self._pool.lease(holder, digest, outbox.put)
+                self._leases.lease(holder, digest, outbox.put)
             case "release":
                 self._give_up(holder, parse_digest(message.release.digest), outbox)
             case other:
                 raise InvalidRequest(f"an open link carries leases and releases; found {other}")
 
     def _give_up(self, holder: str, digest: Digest, outbox: Outbox) -> None:
-        self._pool.release(holder, digest)
+        if self._leases is not None:
+            self._leases.release(holder, digest)
         outbox.forget(digest)
 
     async def _end(self, thread: LinkThread, holder: str) -> None:

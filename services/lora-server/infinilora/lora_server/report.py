@@ -7,11 +7,13 @@ from functools import partial
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.leases import LoraServer
 from infinilora.lora_server.settings import Settings
+from infinilora.pool.follower import FollowerPool
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Beat, GroupLoad
 from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.shards import Shape
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import Store
@@ -27,6 +29,7 @@ def beat(
 ) -> Beat:
     """How it goes now. Runs on the heart's thread: reads only."""
     load = pool.load()
+    num_shards = Shape.parse(settings.shape).num_shards
     return Beat(
         kind="lora-server",
         id=settings.id,
@@ -38,7 +41,12 @@ def beat(
         model=card.name,
         group=settings.group,
         load=GroupLoad(
-            bytes_free=load.bytes_free, bytes_total=load.bytes_total, leases=load.leases, resident=load.resident
+            # The pool counts what an adapter takes of its fullest shard; a group has so much of each.
+            bytes_free=load.bytes_free * num_shards,
+            bytes_total=load.bytes_total * num_shards,
+            leases=load.leases,
+            resident=load.resident,
+            shape=settings.shape,
         ),
     )
 
@@ -71,7 +79,7 @@ class PoolCounts:
         self._metrics.evictions.inc()
 
 
-def show_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer) -> None:
+def show_pool(metrics: LoraServerMetrics, pool: AdapterPool | FollowerPool, server: LoraServer) -> None:
     """Gauges that are read when scraped."""
     metrics.bytes_free.set_function(lambda: pool.load().bytes_free)
     metrics.bytes_total.set_function(lambda: pool.load().bytes_total)
@@ -83,5 +91,5 @@ def show_pool(metrics: LoraServerMetrics, pool: AdapterPool, server: LoraServer)
     metrics.links.set_function(lambda: len(server.open_links))
 
 
-def _tier_bytes(pool: AdapterPool, tier: str) -> int:
+def _tier_bytes(pool: AdapterPool | FollowerPool, tier: str) -> int:
     return pool.tier_bytes()[tier]

@@ -46,7 +46,7 @@ class _StepTrace:
 class LinkThread:
     """Serves one link until it closes. `start`, then `stop` from any thread; `on_end` is told in either case."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one link is made of
         self,
         end: ServerEnd,
         kernels: SiteKernels,
@@ -55,6 +55,7 @@ class LinkThread:
         name: str,
         traces: Telemetry,
         metrics: LoraServerMetrics | None,
+        owns: Callable[[int, int], bool] | None = None,
         on_end: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
@@ -63,6 +64,7 @@ class LinkThread:
         self._grants = grants
         self._traces = traces
         self._metrics = metrics
+        self._owns = owns
         self._times = SiteTimes(metrics.site_s.bounds_s if metrics else ())
         self._on_end = on_end
         self._on_death = on_death
@@ -162,6 +164,8 @@ class LinkThread:
         """The call in the shapes of SlotKernels. On the link a row is flat."""
         header, x, out = call.header, call.x, self._end.reply_buffer(call)
         assert x is not None
+        if self._owns and not self._owns(header.layer, header.site):
+            raise InvalidRequest(f"layer {header.layer}, site {header.site}: that is of another shard of this group")
         if header.in_end or (header.out_end and header.site != Site.LM_HEAD):
             raise InvalidRequest("a call for a slice of a site; this server computes whole sites, but for lm_head")
         if header.out_end and header.out_end - header.out_begin != header.out_cols:
@@ -169,11 +173,12 @@ class LinkThread:
                 f"a call for columns {header.out_begin}..{header.out_end} came with room for {header.out_cols}"
             )
         if header.site == Site.MOE_GATE_UP:
-            out = out.view(header.rows, _topk(header), -1)
+            out = out.view(header.rows, _topk(call), -1)
         elif header.site == Site.MOE_DOWN:
-            x = x.view(header.rows, _topk(header), -1)
-        first = header.out_begin if header.out_end else None
-        return SiteCall(header.layer, header.site, header.row_start, x, out, call.topk_ids, call.topk_weights, first)
+            x = x.view(header.rows, _topk(call), -1)
+        first, at = header.out_begin if header.out_end else None, header.row_start
+        ids, weights = call.topk_ids, call.topk_weights
+        return SiteCall(header.layer, header.site, at, x, out, ids, weights, first, call.rows)
 
     def _refuse(self, call: Call, error: InfiniLoraError) -> None:
         header = call.header
@@ -196,8 +201,9 @@ class LinkThread:
             self._traces.record("lora.step", trace.start_s, end_s, attributes, parent=parent)
 
 
-def _topk(header: Header) -> int:
+def _topk(call: Call) -> int:
+    header, topk = call.header, call.topk
     columns = header.out_cols if header.site == Site.MOE_GATE_UP else header.in_cols
-    if header.topk < 1 or columns % header.topk:
-        raise InvalidRequest(f"site {Site(header.site).label} came with topk {header.topk} for {columns} columns")
-    return header.topk
+    if topk < 1 or columns % topk:
+        raise InvalidRequest(f"site {Site(header.site).label} came with topk {topk} for {columns} columns")
+    return topk

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
+from infinilora.protocol.errors import InvalidRequest
+from infinilora.protocol.shards import HEAD, Shape
 from infinilora.runtime.settings import Common
 
 MIN_SLOTS, MAX_SLOTS = 16, 1024
@@ -17,7 +19,13 @@ class Settings(Common):
 
     group: str = "lora-0"
     server_id: str = ""
-    """The name of this process in beats and commands; the group's if empty."""
+    """The name of this process in beats and commands; the group's if empty, and `GROUP.SHARD` of one that follows."""
+    shape: str = "1x1"
+    """Of the group: expert_parallel x layer_parallel. One process for each of its shards."""
+    shard: int = Field(default=0, ge=0)
+    """Which of them this process is; 0 is the head."""
+    head: str = Field(default="", validate_default=True)
+    """`host:port` of the head's gRPC, for a shard that is not the head."""
     base: str
     """The base model: its fingerprint (`sha256:...`), or its served name (base.py says how that is resolved)."""
     listen: str = "127.0.0.1:0"
@@ -67,9 +75,33 @@ class Settings(Common):
     def _comma_list(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("shape")
+    @classmethod
+    def _is_a_shape(cls, value: str) -> str:
+        try:
+            return str(Shape.parse(value))
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
+
+    @field_validator("shard")
+    @classmethod
+    def _is_of_the_shape(cls, value: int, info: ValidationInfo) -> int:
+        num_shards = Shape.parse(info.data.get("shape", "1x1")).num_shards
+        if value >= num_shards:
+            raise ValueError(f"shard is {value}; a group of this shape has 0 to {num_shards - 1}")
+        return value
+
+    @field_validator("head")
+    @classmethod
+    def _is_for_followers(cls, value: str, info: ValidationInfo) -> str:
+        shard = info.data.get("shard", HEAD)
+        if bool(value) != (shard != HEAD):
+            raise ValueError(f"head is {value!r} for shard {shard}; every shard but 0 needs it, and 0 has none")
+        return value
+
     @property
     def id(self) -> str:
-        return self.server_id or self.group
+        return self.server_id or (f"{self.group}.{self.shard}" if self.shard else self.group)
 
     @property
     def slots(self) -> int:

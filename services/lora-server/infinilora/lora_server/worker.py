@@ -1,27 +1,34 @@
-"""One shard of a LoRA server group: learn the base, open the pool and its doors, say how it goes, drain, stop."""
+"""One shard of a LoRA server group: learn the base, open the pool and its doors, say how it goes, drain, stop.
+
+Shard 0, the head, leases for the whole group and beats for it; another one follows the head (follower.py).
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings, Opener
 from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
+from infinilora.lora_server.follower import Following, ToHead
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
 from infinilora.lora_server.report import PoolCounts, beat, keep_residency, show_pool
 from infinilora.lora_server.settings import Settings
+from infinilora.lora_server.shard import Shard
+from infinilora.lora_server.shards import SHARDS, Followers
+from infinilora.pool.follower import FollowerPool
+from infinilora.pool.group import OtherShards
 from infinilora.pool.news import follow_registrations
-from infinilora.pool.pool import AdapterPool, PoolConfig
-from infinilora.pool.tenancy import Limits
-from infinilora.protocol import subjects
-from infinilora.protocol.adapter import BaseCard
+from infinilora.pool.pool import AdapterPool
+from infinilora.protocol import lora_pb2, subjects
 from infinilora.protocol.control import Command
+from infinilora.protocol.shards import HEAD
 from infinilora.runtime import metrics, rpc, telemetry
 from infinilora.runtime.blobs import BlobStore, open_blobs
 from infinilora.runtime.bus import NatsBus
@@ -53,28 +60,83 @@ async def serve(settings: Settings, service: Service) -> None:
         card = await find_card(settings.base, around.blobs, around.members)
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
-        pool = stack.enter_context(_pool(settings, card, around.blobs, service, measured))
-        address, links = await stack.enter_async_context(_links(settings, card, pool, service, measured))
-        if measured:
-            show_pool(measured, pool, links)
-        commands = Commands(pool)
-        heart = Heart(
-            settings.nats_url,
-            partial(beat, settings, service, card, pool, commands, settings.advertise or address),
-            interval_s=settings.beat_ms / 1000,
-        )
-        service.spawn(heart.run(), "heart")
-        service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
-        service.spawn(follow_registrations(pool, around.bus), "registrations")
-        service.spawn(watch_base(settings.base, card, around.members), "base")
-        await commands.read_epoch(around.store)
-        await around.bus.serve(subjects.commands("lora-server", settings.id), Command, commands.handle)
-        service.ready()
-        heart.beat_now()
-        await service.draining.wait()
-        commands.stop()
-        heart.beat_now()
-        await _drained(links)
+        shard = Shard(settings, card)
+        if settings.shard == HEAD:
+            await _lead(shard, around, service, measured, stack)
+        else:
+            await _follow(shard, around, service, measured, stack)
+
+
+async def _lead(
+    shard: Shard, around: _Around, service: Service, measured: LoraServerMetrics | None, stack: AsyncExitStack
+) -> None:
+    """The head's life. Nobody is granted anything, and no command is taken, before every shard is here."""
+    settings, card = shard.settings, shard.card
+    followers = Followers(shard.facts, service)
+    others = OtherShards(shard.sharding, settings.pool_bytes, followers.send) if shard.share else None
+    watch = PoolCounts(measured) if measured else None
+    pool = AdapterPool(
+        shard.pool_config(), around.blobs, shard.kernels(), on_death=service.fail_threadsafe, watch=watch, others=others
+    )
+    stack.callback(pool.close)
+    followers.use(pool)
+    doors = [(SHARDS, followers)] if others else []
+    address, links = await stack.enter_async_context(
+        _links(shard, pool, service, measured, doors=doors, others=followers.where if others else None)
+    )
+    stack.callback(followers.close)
+    if measured:
+        show_pool(measured, pool, links)
+    commands = Commands(pool)
+    heart = Heart(
+        settings.nats_url,
+        partial(beat, settings, service, card, pool, commands, settings.advertise or address),
+        interval_s=settings.beat_ms / 1000,
+    )
+    service.spawn(heart.run(), "heart")
+    service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
+    service.spawn(follow_registrations(pool, around.bus), "registrations")
+    service.spawn(watch_base(settings.base, card, around.members), "base")
+    await commands.read_epoch(around.store)
+    await _either(followers.complete(), service.draining.wait())
+    await around.bus.serve(subjects.commands("lora-server", settings.id), Command, commands.handle)
+    service.ready()
+    heart.beat_now()
+    await service.draining.wait()
+    commands.stop()
+    heart.beat_now()
+    await _drained(links)
+    followers.close()
+    await followers.closed()
+
+
+async def _follow(
+    shard: Shard, around: _Around, service: Service, measured: LoraServerMetrics | None, stack: AsyncExitStack
+) -> None:
+    """The life of another shard: as long as its head's."""
+    settings = shard.settings
+    assert shard.share is not None
+    to_head = ToHead()
+    pool = FollowerPool(
+        shard.pool_config(), shard.share, around.blobs, shard.kernels(), to_head, on_death=service.fail_threadsafe
+    )
+    stack.callback(pool.close)
+    address, links = await stack.enter_async_context(_links(shard, pool, service, measured))
+    if measured:
+        show_pool(measured, pool, links)
+    where = lora_pb2.Shard(address=settings.advertise or address, incarnation=service.incarnation)
+    following = Following(
+        shard.facts, settings.shard, where, head=settings.head, pool=pool, to_head=to_head, service=service
+    )
+    service.spawn(watch_base(settings.base, shard.card, around.members), "base")
+    service.spawn(_say_leaving(service, to_head), "leaving")
+    channels = await stack.enter_async_context(rpc.Channels(token=settings.rpc_token.get_secret_value()))
+    await following.run(channels)
+
+
+async def _say_leaving(service: Service, to_head: ToHead) -> None:
+    await service.draining.wait()
+    to_head.leaves()
 
 
 async def _reach_out(settings: Settings, stack: AsyncExitStack) -> _Around:
@@ -85,51 +147,27 @@ async def _reach_out(settings: Settings, stack: AsyncExitStack) -> _Around:
     return _Around(blobs, bus, await stack.enter_async_context(members), store)
 
 
-@contextmanager
-def _pool(
-    settings: Settings, card: BaseCard, blobs: BlobStore, service: Service, measured: LoraServerMetrics | None
-) -> Iterator[AdapterPool]:
-    num_slots = settings.slots
-    kernels = SlotKernels(
-        num_slots=num_slots, num_layers=card.num_layers + 1, device=settings.device, threads=settings.threads
-    )
-    config = PoolConfig(
-        base=card.fingerprint,
-        num_layers=card.num_layers,
-        capacity_bytes=settings.pool_bytes,
-        num_slots=num_slots,
-        cache_dir=settings.cache,
-        cache_bytes=settings.cache_bytes,
-        host_bytes=settings.host_bytes,
-        loader_threads=settings.loader_threads,
-        fetch_threads=settings.fetch_threads,
-        load_share=settings.load_share,
-        device=settings.device,
-        limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
-    )
-    logger.info(
-        "pool",
-        extra={
-            "base": card.name,
-            "fingerprint": card.fingerprint,
-            "pool_bytes": settings.pool_bytes,
-            "num_slots": num_slots,
-            "slots_from": "setting" if settings.num_slots else "pool_bytes",
-            "cache_dir": str(settings.cache),
-        },
-    )
-    watch = PoolCounts(measured) if measured else None
-    pool = AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe, watch=watch)
-    try:
-        yield pool
-    finally:
-        pool.close()
+async def _either(*waits: Coroutine[None, None, object]) -> None:
+    """Until one of them is over."""
+    async with asyncio.TaskGroup() as tasks:
+        each = [tasks.create_task(wait) for wait in waits]
+        await asyncio.wait(each, return_when=asyncio.FIRST_COMPLETED)
+        for task in each:
+            task.cancel()
 
 
 @asynccontextmanager
 async def _links(
-    settings: Settings, card: BaseCard, pool: AdapterPool, service: Service, measured: LoraServerMetrics | None
+    shard: Shard,
+    pool: AdapterPool | FollowerPool,
+    service: Service,
+    measured: LoraServerMetrics | None,
+    *,
+    doors: Sequence[tuple[Any, object]] = (),
+    others: Callable[[], list[lora_pb2.Shard]] | None = None,
 ) -> AsyncIterator[tuple[str, LoraServer]]:
+    """The door for engines, and `doors` beside it. `others`: where a head's other shards are."""
+    settings = shard.settings
     opener = Opener(_link_settings(settings))
     traces = telemetry.setup(
         "lora-server",
@@ -141,11 +179,16 @@ async def _links(
     async with AsyncExitStack() as stack:
         stack.callback(opener.close)
         stack.push_async_callback(asyncio.to_thread, traces.shutdown)
-        identity = Identity(settings.group, card.fingerprint)
-        server = LoraServer(identity, pool, opener, service, traces=traces, metrics=measured)
+        identity = Identity(settings.group, shard.card.fingerprint, shard.sharding.shape)
+        owns = shard.share.owns if shard.share else None
+        server = LoraServer(
+            identity, pool, opener, service, traces=traces, metrics=measured, others=others or list, owns=owns
+        )
         token = settings.rpc_token.get_secret_value()
-        listening = await stack.enter_async_context(rpc.serving(settings.listen, [(SERVICE, server)], token=token))
-        logger.info("lora-server serves", extra={"address": listening.address, "group": settings.group})
+        services = [(SERVICE, server), *doors]
+        listening = await stack.enter_async_context(rpc.serving(settings.listen, services, token=token))
+        extra = {"group": settings.group, "shape": settings.shape, "shard": settings.shard}
+        logger.info("lora-server serves", extra={"address": listening.address, **extra})
         # First of all, so that engines hear the end of their streams and not a broken connection.
         stack.callback(server.close)
         yield listening.address, server

@@ -4,8 +4,9 @@ What each setting means is said in the `settings.py` of its service.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ class Plan:
     coordinator_port: int
     engine_port: int
     lora_server_port: int
-    shared: Mapping[str, str] = field(repr=False)
+    """Of its head, where it is several processes."""
+    lora_shape: str = "1x1"
+    shard_ports: tuple[int, ...] = ()
+    """Of the other shards."""
+    shared: Mapping[str, str] = field(repr=False, kw_only=True)
 
     @property
     def url(self) -> str:
@@ -50,8 +55,14 @@ def services(plan: Plan) -> list[Program]:
     """The programs, in the order in which they start; the last is the first to stop."""
     programs = [coordinator(plan), engine(plan), gateway(plan)]
     if plan.lora == "remote":
-        programs.insert(2, lora_server(plan))
+        programs[2:2] = [lora_server(plan, shard) for shard in range(1 + len(plan.shard_ports))]
     return programs
+
+
+def stopping(programs: Iterable[str]) -> list[list[str]]:
+    """The names of programs in the order in which they stop: the shards of a group together, as they end together."""
+    last_first = reversed(list(programs))
+    return [list(names) for _, names in groupby(last_first, lambda name: name.partition(".")[0])]
 
 
 def coordinator(plan: Plan) -> Program:
@@ -72,15 +83,21 @@ def engine(plan: Plan) -> Program:
     return _program(plan, "engine", settings, _member(plan, "engine"), MODEL_READY_S)
 
 
-def lora_server(plan: Plan) -> Program:
+def lora_server(plan: Plan, shard: int = 0) -> Program:
+    """A shard of the one group; the head where that is all there is."""
+    num_shards = 1 + len(plan.shard_ports)
+    head = f"{HOST}:{plan.lora_server_port}"
     settings = {
         "GROUP": "lora-0",
-        "LISTEN": f"{HOST}:{plan.lora_server_port}",
+        "LISTEN": f"{HOST}:{plan.shard_ports[shard - 1]}" if shard else head,
         "BASE": plan.served_name,
-        "THREADS": str(lora_threads(plan.threads)),
+        "THREADS": str(max(1, lora_threads(plan.threads) // num_shards)),
         "LINK_DIR": str(plan.link_dir),
     }
-    return _program(plan, "lora-server", settings, _member(plan, "lora-server"), MODEL_READY_S)
+    if num_shards > 1:
+        settings |= {"SHAPE": plan.lora_shape, "SHARD": str(shard), "HEAD": head if shard else ""}
+    name = f"lora-server.{shard}" if shard else "lora-server"
+    return _program(plan, "lora-server", settings, _member(plan, "lora-server"), MODEL_READY_S, name=name)
 
 
 def lora_threads(engine_threads: int) -> int:
@@ -97,11 +114,14 @@ def gateway(plan: Plan) -> Program:
     return _program(plan, "gateway", settings, answers(f"{plan.url}/readyz"), MODEL_READY_S)
 
 
-def _program(plan: Plan, name: str, settings: dict[str, str], probe: Probe, ready_within_s: float) -> Program:
+def _program(
+    plan: Plan, service: str, settings: dict[str, str], probe: Probe, ready_within_s: float, *, name: str = ""
+) -> Program:
+    """`name`: of one process of a service that has several."""
     own = {f"INFINILORA_{key}": value for key, value in settings.items()}
     return Program(
-        name=name,
-        argv=(sys.executable, "-m", f"infinilora.{name.replace('-', '_')}"),
+        name=name or service,
+        argv=(sys.executable, "-m", f"infinilora.{service.replace('-', '_')}"),
         env=child_env(**{"INFINILORA_VAR_DIR": str(plan.var_dir), **own, **plan.shared}),
         is_ready=probe,
         ready_within_s=ready_within_s,

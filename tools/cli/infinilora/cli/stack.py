@@ -19,8 +19,9 @@ from infinilora.cli.child import Child, Program
 from infinilora.cli.home import Home, Running
 from infinilora.cli.models import find_model
 from infinilora.cli.ports import kept_ports, want
-from infinilora.cli.services import Plan, services
+from infinilora.cli.services import Plan, services, stopping
 from infinilora.protocol.errors import InvalidRequest
+from infinilora.protocol.shards import Shape
 
 OnEvent = Callable[[str, str], None]
 """Called with a program's name and what happened to it: "ready", a death, a forced stop."""
@@ -49,6 +50,7 @@ class Stack:
         served_name: str = "",
         port: int = 0,
         lora: str = "remote",
+        lora_shape: str = "1x1",
         threads: int | None = None,
         urls: Urls | None = None,
         extra_env: Mapping[str, str] | None = None,
@@ -61,6 +63,9 @@ class Stack:
         self.served_name = served_name or self.model.name
         self._port = port
         self._lora = lora
+        self._shape = Shape.parse(lora_shape)
+        if lora != "remote" and self._shape.num_shards > 1:
+            raise InvalidRequest(f"lora is {lora!r}: there is no LoRA server of shape {lora_shape}", param="lora_shape")
         self._threads = threads or os.cpu_count() or 1
         self._urls = (urls or Urls())._asdict()
         self._extra_env = dict(extra_env or {})
@@ -107,10 +112,8 @@ class Stack:
     async def stop(self) -> None:
         """Stop all: the gateway first, so that streams may finish, the servers last. Harmless when repeated."""
         try:
-            for name in reversed(self.names()):
-                if name in self._urls:
-                    break
-                await self._children[name].stop()
+            for names in stopping(name for name in self.names() if name not in self._urls):
+                await asyncio.gather(*(self._children[name].stop() for name in names))
             await asyncio.gather(*(child.stop() for child in self._children.values()))
         finally:
             self._children.clear()
@@ -148,7 +151,8 @@ class Stack:
         return {"INFINILORA_RPC_TOKEN": self.home.secrets().rpc_token, **addresses, **credentials}
 
     def _plan_services(self, gateway_port: int, shared: dict[str, str]) -> Plan:
-        coordinator, engine, lora_server = kept_ports(self.home.ports_file, "services", 3)
+        ports = kept_ports(self.home.ports_file, "services", 2 + self._shape.num_shards)
+        coordinator, engine, lora_server, *shards = ports
         return Plan(
             model=self.model,
             served_name=self.served_name,
@@ -160,6 +164,8 @@ class Stack:
             coordinator_port=coordinator,
             engine_port=engine,
             lora_server_port=lora_server,
+            lora_shape=str(self._shape),
+            shard_ports=tuple(shards),
             shared={**shared, **self._extra_env},
         )
 

@@ -20,6 +20,10 @@ Model = Annotated[str, typer.Option("--model", help=f"{', '.join(models.DEMO_MOD
 Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP API; 0: any that is free.")]
 Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: in the engine. none: base only.")]
+LoraShape = Annotated[
+    str,
+    typer.Option("--lora-shape", help="Processes of the LoRA server: ExL, experts cut E ways and layers L ways."),
+]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for an engine's step; 0: all.")]
 Nats = Annotated[str, typer.Option("--nats", help="A NATS server of yours: nats://user:password@host:port.")]
 Redis = Annotated[str, typer.Option("--redis", help="A Redis server of yours: redis://:password@host:port/0.")]
@@ -41,6 +45,7 @@ def up(  # noqa: PLR0913 - each is an option
     served_name: Served = "",
     port: Port = 8000,
     lora: Lora = "remote",
+    lora_shape: LoraShape = "1x1",
     threads: Threads = 0,
     nats: Nats = "",
     redis: Redis = "",
@@ -64,6 +69,7 @@ def up(  # noqa: PLR0913 - each is an option
             served_name=served_name,
             port=port,
             lora=lora,
+            lora_shape=lora_shape,
             threads=threads or None,
             urls=Urls(nats, redis, store),
             on_event=on_event,

@@ -46,7 +46,7 @@ constexpr int64_t kSleepSliceNs = 20'000'000;  // a lost wake-up (a peer without
 
 enum Status : int { kOk = 0, kTimeout = 1, kClosed = 2, kRefused = 3, kBlocked = 4, kCorrupt = 5 };
 enum Kind : uint32_t { kPlan = 1, kSite = 2, kReply = 3, kError = 4 };
-enum Flag : uint32_t { kLast = 1, kHasIds = 2, kHasWeights = 4 };
+enum Flag : uint32_t { kLast = 1, kHasIds = 2, kHasWeights = 4, kHasRows = 8 };
 enum State : uint32_t { kAbsent = 0, kOpen = 1, kShut = 2, kQuarantined = 3 };
 enum Chunk : uint8_t { kDone = 0, kOutstanding = 1, kAbandoned = 2 };
 
@@ -374,6 +374,7 @@ bool fits(const FrameHeader& h, uint64_t capacity) {
   if (h.dtype > kF16) return false;
   if (h.kind == kPlan) return h.payload_bytes == rows * 16 && h.payload_bytes <= capacity;
   if (h.kind != kSite) return false;
+  if (h.flags & kHasRows && (!(h.flags & kHasIds) || h.topk < 2)) return false;
   if (rows * h.in_cols > capacity) return false;  // also keeps what follows from overflowing
   uint64_t bytes = rows * h.in_cols * width(h.dtype);
   const uint64_t routed = ((h.flags & kHasIds) != 0) + ((h.flags & kHasWeights) != 0);
@@ -387,8 +388,8 @@ bool fits(const FrameHeader& h, uint64_t capacity) {
 
 // Computes one fp32 site call into `out`; anything but 0: it did not, the frame is for Python.
 using Compute = int32_t (*)(void* program, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                            uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, const float* x,
-                            const int32_t* ids, const float* weights, float* out);
+                            uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
+                            const float* x, const int32_t* ids, const float* weights, float* out);
 
 struct Times {  // of site calls computed; written by the serving thread alone
   uint64_t calls;
@@ -443,7 +444,7 @@ struct Server : Rings {  // begins as zeros
     char* weights = h->flags & kHasIds ? ids + uint64_t(h->rows) * h->topk * 4 : ids;
     auto out = reinterpret_cast<float*>(payload(reply(h->sequence)));
     return !compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->topk,
-                    reinterpret_cast<float*>(x), h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
+                    h->flags & kHasRows, reinterpret_cast<float*>(x), h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
                     h->flags & kHasWeights ? reinterpret_cast<float*>(weights) : nullptr, out);
   }
 

@@ -2,7 +2,7 @@
 
     StepCalls   rows and links that stay the same from step to step
     SiteCall    one site of it, for every layer where the same rows are adapted: a part for each span and slice
-    Part        one prepared ticket of one link
+    Part        one prepared ticket of one shard; where experts are cut into columns, a ColumnsPart (columns.py)
 
 A decode step repeats the shapes of the one before it, so that a call is little more than two native calls: what
 is checked and laid out once is not checked again.
@@ -15,26 +15,40 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from infinilora.engine.lora.columns import ColumnPicks, ColumnsPart
 from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.layout import Layout, Range, Span
 from infinilora.link import ports
-from infinilora.link.ends import dtype_code
+from infinilora.link.ends import EngineEnd, dtype_code
 from infinilora.link.frame import Flag, Header, Kind, PlanSegment, column_slices
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.protocol.ids import Digest
+from infinilora.protocol.shards import HEAD
 
 _NUM_SITES = max(Site) + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The rows of one span, or a slice of their columns; `ticket` None: that link was gone at the start."""
+    """The rows of one span, or a slice of their columns, to one shard of its group."""
 
     span: Span
-    link: GroupLink | None
-    ticket: ports.Ticket | None
+    link: GroupLink
+    end: EngineEnd
+    ticket: ports.Ticket
+
+    def wait(self, y: Tensor, deadline_s: float) -> float:
+        """Add the delta to y; the seconds that it took. Raises LinkError."""
+        return self.end.wait(self.ticket, y, deadline_s=deadline_s, add=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GonePart:
+    """The rows of one span whose link was gone at the start."""
+
+    span: Span
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +62,19 @@ class RemoteTicket:
 class SiteCall:
     """Rows of a step at one site. `under_way` is the ticket that may still be added: one at a time."""
 
-    def __init__(self, layout: Layout, site: Site, parts: Sequence[Part], clock: SiteClock, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        site: Site,
+        parts: Sequence[Part | ColumnsPart | GonePart],
+        clock: SiteClock,
+        dtype: torch.dtype,
+    ) -> None:
         self.layout = layout
         self.site = site
         self.parts = tuple(parts)
+        self._whole = tuple(part for part in parts if isinstance(part, Part))
+        self._cut = tuple(part for part in parts if isinstance(part, ColumnsPart))
         self.clock = clock
         self.under_way: RemoteTicket | None = None
         self._dtype = dtype
@@ -68,9 +91,10 @@ class SiteCall:
         elif self.site is Site.EMBED:
             x, ids = torch.empty(len(x), 0, dtype=self._dtype), x
         ticket = self.under_way = RemoteTicket(self, layer)
-        for part in self.parts:
-            if part.link is not None and part.ticket is not None:
-                part.link.end.send(part.ticket, step_id, layer, x, ids, weights)
+        for part in self._whole:
+            part.end.send(part.ticket, step_id, layer, x, ids, weights)
+        for cut in self._cut:
+            cut.send(step_id, layer, x, routing)
         return ticket
 
 
@@ -94,6 +118,7 @@ class StepCalls:
         self._found: dict[int, SiteCall | None] = {}
         self._shared: dict[tuple[object, ...], SiteCall] = {}
         self._extra: list[SiteCall] = []
+        self._picks = ColumnPicks()
 
     def find(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> SiteCall | None:
         """A call that may be sent; None where no row is adapted. x and routing say the widths when it is new."""
@@ -119,7 +144,8 @@ class StepCalls:
         ranges = self.layout.ranges(layer, site)
         call = None
         if ranges:
-            key = (site, ranges, self._geometry[layer, site].out_dim, x.shape[1:], x.dtype)
+            owners = tuple(self._owner(found, layer, site) for found in ranges)
+            key = (site, ranges, owners, self._geometry[layer, site].out_dim, x.shape[1:], x.dtype)
             call = self._shared.get(key)
             if call is None:
                 call = self._shared[key] = self._make(layer, site, ranges, x, routing)
@@ -128,15 +154,24 @@ class StepCalls:
 
     def _make(self, layer: int, site: Site, ranges: Sequence[Range], x: Tensor, routing: Routing | None) -> SiteCall:
         shape = self._shape(layer, site, x, routing)
-        parts: list[Part] = []
+        parts: list[Part | ColumnsPart | GonePart] = []
         for found in ranges:
             span, link = self.layout.spans[found.span], self.links[found.span]
             if link is None:
-                parts.append(Part(span, None, None))
-                continue
-            rows = shape._replace(row_start=found.start, rows=found.stop - found.start)
-            parts += [Part(span, link, ticket) for ticket in _tickets(link, rows)]
+                parts.append(GonePart(span))
+            elif link.sharding is not None and link.owner(layer, site) is None:
+                geometry = self._geometry[layer, site]
+                parts.append(ColumnsPart(span, link, link.sharding, found, shape, geometry, self._picks))
+            else:
+                end = link.ends[link.owner(layer, site) or HEAD]
+                rows = shape._replace(row_start=found.start, rows=found.stop - found.start)
+                parts += [Part(span, link, end, ticket) for ticket in _tickets(end, rows)]
         return SiteCall(self.layout, site, parts, self._clocks[site], self._dtype)
+
+    def _owner(self, found: Range, layer: int, site: Site) -> int | None:
+        """Which shard a range goes to; None where its link is gone, or to several."""
+        link = self.links[found.span]
+        return None if link is None else link.owner(layer, site)
 
     def _shape(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> Header:
         """What all rows of a call have in common; on the link a row is flat."""
@@ -159,9 +194,9 @@ class StepCalls:
         )
 
 
-def _tickets(link: GroupLink, shape: Header) -> list[ports.Ticket]:
+def _tickets(end: EngineEnd, shape: Header) -> list[ports.Ticket]:
     """A row of lm_head, as wide as the vocabulary, may not fit a buffer: it comes in slices then."""
-    end, at = link.end, shape.row_start
+    at = shape.row_start
     slices = column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
     if shape.site != Site.LM_HEAD or len(slices) == 1:
         return [end.prepare(shape, at=at)]

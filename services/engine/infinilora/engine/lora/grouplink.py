@@ -1,15 +1,17 @@
-"""One link to one LoRA server group: its opening, its control stream, its end. Runs on the asyncio loop.
+"""One link to one LoRA server group, to each of its shards: opening, control stream, end. Runs on the asyncio loop.
 
     Hello (offers) -> Welcome (chosen, secret) -> attach -> Ready
     then: LeaseRequest, LeaseRelease ->    <- LeaseGranted, ColumnScale, LayersReady, LeaseFailed
 
-The stream's end is the link's death, and the other way round: whoever notices first tells the other.
+The stream's end is the link's death, and the other way round: whoever notices first tells the other. The Welcome of a
+group of several shards says where the others are: each gets a Hello, a stream and rings of its own, and no leases. They
+are one link: what ends one ends all.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from infinilora.engine.lora.interface import COMPUTED_SITES
@@ -17,9 +19,10 @@ from infinilora.link.ends import EngineEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.open import LinkSettings, Offers, attach
 from infinilora.protocol import lora_pb2
-from infinilora.protocol.adapter import DTYPE_BYTES
-from infinilora.protocol.errors import InfiniLoraError, InvalidRequest, Unavailable
+from infinilora.protocol.adapter import DTYPE_BYTES, BaseCard
+from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, Unavailable
 from infinilora.protocol.ids import PROTOCOL_VERSION, Fingerprint
+from infinilora.protocol.shards import HEAD, ONE, Shape, Sharding
 from infinilora.runtime.rpc import Channels, Duplex, Message
 
 logger = logging.getLogger(__name__)
@@ -58,32 +61,49 @@ class Identity:
                 offers=wire,
                 sites=COMPUTED_SITES,
                 scales_columns=True,
+                opens_shards=True,
             )
         )
 
 
-class GroupLink:
-    """An open link. `end` is the step thread's; `send` the loop's; `die` anybody's.
+@dataclass(frozen=True, slots=True)
+class ShardLink:
+    """Rings and stream to one shard."""
 
-    Once dead it stays so: a group that comes back gets another GroupLink.
+    address: str
+    welcome: Message
+    end: EngineEnd
+    stream: Duplex
+    messages: AsyncIterator[object]
+
+
+class GroupLink:
+    """An open link. `ends` are the step thread's; `send` the loop's; `die` anybody's.
+
+    Once dead it stays so: a group that comes back gets another GroupLink. `sharding` is None for a group that is one
+    process; else it says whose each site is, and `ends[n]` leads to shard n.
     """
 
-    def __init__(
-        self, group: str, backend: str, end: EngineEnd, stream: Duplex, messages: AsyncIterator[object]
-    ) -> None:
+    def __init__(self, group: str, shards: Sequence[ShardLink], sharding: Sharding | None) -> None:
+        head, *self._others = shards
         self.group = group
-        self.backend = backend
-        self.end = end
+        self.backend: str = head.welcome.chosen.backend
+        self.ends = tuple(shard.end for shard in shards)
+        self.sharding = sharding
         self.reason = "the LoRA server ended the stream"
-        self._stream = stream
-        self._messages = messages
+        self._stream = head.stream
+        self._messages = head.messages
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._died = asyncio.Event()
 
     @property
     def is_alive(self) -> bool:
-        return self.end.is_alive
+        return all(end.is_alive for end in self.ends)
+
+    def owner(self, layer: int, site: int) -> int | None:
+        """The shard that computes a site alone; None where several columns do."""
+        return HEAD if self.sharding is None else self.sharding.one_owner(layer, site)
 
     def send(self, message: Message) -> None:
         self._outbox.put_nowait(message)
@@ -91,7 +111,8 @@ class GroupLink:
     def die(self, reason: str) -> None:
         """End the link, wake a waiting step, end the stream."""
         self.reason = reason
-        self.end.close()
+        for end in self.ends:
+            end.close()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._died.set)
 
@@ -101,6 +122,8 @@ class GroupLink:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_all())
                 tasks.create_task(self._until_dead())
+                for shard in self._others:
+                    tasks.create_task(self._until_ended(shard))
                 async for message in self._messages:
                     take(message)
                 raise LinkClosed(self.reason)
@@ -115,6 +138,12 @@ class GroupLink:
         while True:
             await self._stream.send(await self._outbox.get())
 
+    async def _until_ended(self, shard: ShardLink) -> None:
+        """Another shard than the head says nothing: its stream is there to end."""
+        async for message in shard.messages:
+            raise Internal(f"a shard of group {self.group} at {shard.address} sent {message!r} after its welcome")
+        raise LinkClosed(f"the shard of group {self.group} at {shard.address} ended the stream")
+
     async def _until_dead(self) -> None:
         await self._died.wait()
         raise LinkClosed(self.reason)
@@ -122,9 +151,47 @@ class GroupLink:
 
 @asynccontextmanager
 async def open_link(
-    channels: Channels, group: str, address: str, identity: Identity, settings: LinkSettings
+    channels: Channels, group: str, address: str, identity: Identity, settings: LinkSettings, *, card: BaseCard
 ) -> AsyncIterator[GroupLink]:
-    """Open a link to the group at `address`; it is dead when the block ends. Raises InfiniLoraError leaves."""
+    """Open a link to the group whose head is at `address`, of the base of `card`; it is dead when the block ends.
+
+    Raises InfiniLoraError leaves.
+    """
+    async with AsyncExitStack() as stack:
+        head = await stack.enter_async_context(_open_shard(channels, group, address, identity, settings))
+        shards, sharding = [head], _sharding(head.welcome, card)
+        for number, where in enumerate(head.welcome.shards, HEAD + 1):
+            opening = _open_shard(channels, group, where.address, identity, settings)
+            shards.append(await stack.enter_async_context(opening))
+            found = shards[-1].welcome.incarnation
+            if found != where.incarnation:
+                raise Unavailable(
+                    f"shard {number} of group {group} at {where.address} is of incarnation {found}; "
+                    f"its head knows {where.incarnation}"
+                )
+        link = GroupLink(group, shards, sharding)
+        extra = {"group": group, "backend": link.backend, "address": address, "shards": len(shards)}
+        logger.info("link opened", extra=extra)
+        try:
+            yield link
+        finally:
+            link.die(link.reason)
+
+
+def _sharding(welcome: Message, card: BaseCard) -> Sharding | None:
+    """Who owns what in a group of several shards; None in one that is a single process."""
+    shape = Shape.parse(welcome.shape) if welcome.shape else ONE
+    if len(welcome.shards) != shape.num_shards - 1:
+        found = f"{len(welcome.shards)} shards beside it for a group of shape {shape}"
+        raise InvalidRequest(f"group {welcome.group}: its head names {found}; wanted {shape.num_shards - 1}")
+    return Sharding(shape, card.num_layers, card.sites) if shape.num_shards > 1 else None
+
+
+@asynccontextmanager
+async def _open_shard(
+    channels: Channels, group: str, address: str, identity: Identity, settings: LinkSettings
+) -> AsyncIterator[ShardLink]:
+    """Rings and a stream to one process, closed when the block ends."""
     offers = Offers(settings)
     try:
         async with channels.client(SERVICE, address).duplex("OpenLink") as stream:
@@ -134,13 +201,15 @@ async def open_link(
                 welcome = _welcome(await anext(messages, None), group)
                 chosen = {**welcome.chosen.details, "backend": welcome.chosen.backend}
                 end = await asyncio.to_thread(attach, chosen, welcome.secret, settings)
-                await stream.send(lora_pb2.EngineMessage(ready=lora_pb2.Ready()))
-            link = GroupLink(group, welcome.chosen.backend, end, stream, messages)
-            logger.info("link opened", extra={"group": group, "backend": link.backend, "address": address})
+                try:
+                    await stream.send(lora_pb2.EngineMessage(ready=lora_pb2.Ready()))
+                except BaseException:
+                    end.close()
+                    raise
             try:
-                yield link
+                yield ShardLink(address, welcome, end, stream, messages)
             finally:
-                link.die(link.reason)
+                end.close()
     except TimeoutError as error:
         raise Unavailable(f"group {group} at {address} did not open a link within {OPEN_TIMEOUT_S:.0f} s") from error
     finally:

@@ -18,8 +18,9 @@ from functools import partial
 from torch import Tensor
 
 from infinilora.engine.lora.book import LeaseBook
-from infinilora.engine.lora.calls import Part, RemoteTicket, StepCalls
+from infinilora.engine.lora.calls import GonePart, Part, RemoteTicket, StepCalls
 from infinilora.engine.lora.choose import Group, choose_group
+from infinilora.engine.lora.columns import ColumnsPart
 from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink, Identity, open_link
 from infinilora.engine.lora.interface import (
@@ -81,6 +82,7 @@ class RemoteLora:
         link: LinkSettings,
         on_change: OnChange,
     ) -> None:
+        self._card = card
         self._geometry = card.geometry()
         self._dtype = TORCH_DTYPES[identity.dtype]
         self._identity = identity
@@ -147,7 +149,10 @@ class RemoteLora:
                 await self._channels.forget(address)
             address = group.address
             try:
-                async with open_link(self._channels, name, group.address, self._identity, self._link_settings) as link:
+                opening = open_link(
+                    self._channels, name, group.address, self._identity, self._link_settings, card=self._card
+                )
+                async with opening as link:
                     backoff_s = FIRST_BACKOFF_S
                     await self._live(link)
                     logger.warning("link ended", extra={"group": name, "reason": link.reason})
@@ -287,7 +292,8 @@ class RemoteLora:
 
     def _send_plan(self, link: GroupLink, segments: Sequence[PlanSegment], trace: bytes) -> bool:
         try:
-            link.end.send_plan(self._steps, segments, trace=trace)
+            for end in link.ends:
+                end.send_plan(self._steps, segments, trace=trace)
         except LinkError as error:
             self._break(link, error)
             return False
@@ -313,12 +319,12 @@ class RemoteLora:
             clock.took_s.append(self._wait(part, y, clock.deadline_s))
         call.under_way = None
 
-    def _wait(self, part: Part, y: Tensor, deadline_s: float) -> float:
+    def _wait(self, part: Part | ColumnsPart | GonePart, y: Tensor, deadline_s: float) -> float:
         """Add one part's delta to y; the seconds it took. Raises StepLost."""
-        if part.link is None or part.ticket is None:
+        if isinstance(part, GonePart):
             raise StepLost(part.span.digests, f"the link to group {part.span.group} was gone")
         try:
-            return part.link.end.wait(part.ticket, y, deadline_s=deadline_s, add=True)
+            return part.wait(y, deadline_s)
         except LinkRefused as error:
             self._ask_again(part.span, error)
             raise StepLost(part.span.digests, error.message) from error
@@ -334,7 +340,8 @@ class RemoteLora:
 
     def _break(self, link: GroupLink, error: LinkError) -> None:
         if not isinstance(error, LinkClosed):
-            link.end.quarantine()  # the peer may still write there: never used again
+            for end in link.ends:  # a peer may still write there: none is ever used again
+                end.quarantine()
         logger.warning("link broken", extra={"group": link.group, "reason": error.message})
         self._forget(link, error.message)
 
@@ -343,7 +350,8 @@ class RemoteLora:
         self._open_plans -= 1
         plan.calls.end()
         for link, _ in plan.calls.plans:
-            link.end.abandon()
+            for end in link.ends:
+                end.abandon()
         for clock in self._clocks.values():
             clock.catch_up()
 
@@ -358,5 +366,5 @@ class RemoteLora:
         assert not self._book.num_holders(), f"{self._book.num_holders()} adapters are still held"
         assert not self._open_plans, f"{self._open_plans} steps were never ended"
         with self._lock:
-            waiting = {name: link.end.num_outstanding for name, link in self._links.items()}
+            waiting = {name: sum(e.num_outstanding for e in link.ends) for name, link in self._links.items()}
         assert not any(waiting.values()), f"site calls were never waited for: {waiting}"
