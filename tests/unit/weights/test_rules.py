@@ -157,6 +157,12 @@ def test_only_what_every_generation_of_peft_would_train_is_missed() -> None:
     assert rules().surely_targets(Q0)
 
 
+def test_long_lists_of_names_cost_a_question_nothing() -> None:
+    """A search through all of them for each module would outlast the test's limit."""
+    asked = rules(target_modules=[f"m{i}.q_proj" for i in range(200_000)] + ["q_proj"])
+    assert all(asked.target_key(f"model.layers.{i}.self_attn.q_proj") for i in range(10_000))
+
+
 ENDLESS = "(([a-z0-9._])+)+!"
 
 

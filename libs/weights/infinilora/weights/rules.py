@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -59,12 +60,39 @@ class Terms(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
+class _Names:
+    """A list of a configuration: names of modules or of what they end in. A question costs no more for a long one."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is one of them, or ends in a dot and one of them."""
+        parts = key.split(".")
+        return any(".".join(parts[i:]) in self._names for i in range(len(parts)))
+
+    def is_whole(self, key: str) -> bool:
+        return key in self._names
+
+
+@dataclass(frozen=True)
 class LoraRules:
     """The answers that a configuration gives. Pure, but for the time that its patterns are given."""
 
     config: LoraConfig
     matcher: Matcher
+
+    @cached_property
+    def _target_names(self) -> _Names:
+        return _names(self.config.target_modules)
+
+    @cached_property
+    def _excluded_names(self) -> _Names:
+        return _names(self.config.exclude_modules)
+
+    @cached_property
+    def _target_parameters(self) -> _Names:
+        return _names(self.config.target_parameters)
 
     def rank(self, module: str) -> int:
         """The rank of a module (or of a parameter, by its own name)."""
@@ -116,7 +144,7 @@ class LoraRules:
 
     def names_parameter(self, parameter: str) -> bool:
         """Whether the configuration itself lists this parameter."""
-        return _named(self.config.target_parameters, parameter)
+        return parameter in self._target_parameters
 
     @property
     def _weights_decide(self) -> bool:
@@ -134,15 +162,17 @@ class LoraRules:
                 return module.rpartition(".")[2] not in {"lm_head", "embed_tokens"}
             case str() as pattern:
                 return self.matcher.fullmatch(pattern, module)
-            case names:
-                return module in names or (_named(names, module) and self._transforms_layer_of(module, readings))
+            case _:
+                return self._target_names.is_whole(module) or (
+                    module in self._target_names and self._transforms_layer_of(module, readings)
+                )
 
     def excludes(self, module: str) -> bool:
         match self.config.exclude_modules:
             case str() as pattern:
                 return bool(pattern) and self.matcher.fullmatch(pattern, module)
-            case names:
-                return _named(names, module)
+            case _:
+                return module in self._excluded_names
 
     def _transforms_layer_of(self, module: str, readings: Readings) -> bool:
         wanted = self.config.layers_to_transform
@@ -158,8 +188,8 @@ class LoraRules:
         return patterns[found[0]] if found else default
 
 
-def _named(names: Iterable[str], key: str) -> bool:
-    return any(key == name or key.endswith(f".{name}") for name in names)
+def _names(listed: str | list[str] | None) -> _Names:
+    return _Names(() if listed is None or isinstance(listed, str) else listed)
 
 
 def _layer_lists(config: LoraConfig) -> list[str]:
