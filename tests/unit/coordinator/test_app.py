@@ -68,4 +68,5 @@ def test_a_member_is_shown_with_its_load_and_health() -> None:
     beat = Beat(kind="lora-server", id="l0", incarnation="x", seq=9, state="ready", address="h:1", group="g", load=load)
     shown = show_member(Member(beat, 1.0, "suspect"))
     assert (shown["kind"], shown["id"], shown["state"], shown["health"]) == ("lora-server", "l0", "ready", "suspect")
-    assert shown["load"] == {"bytes_free": 1, "bytes_total": 2, "leases": 3, "resident": (digest_of(b"a"),)}
+    resident = (digest_of(b"a"),)
+    assert shown["load"] == {"bytes_free": 1, "bytes_total": 2, "leases": 3, "resident": resident, "shape": "1x1"}

@@ -307,4 +307,5 @@ def test_memory_is_accounted_for_through_any_churn(house: House) -> None:
     for adapter in adapters:
         group.head.evict(adapter.digest)
     wait_until(idle(group), "the group is idle")
-    assert all(arena.free_bytes == arena.capacity_bytes for arena in group.others._arenas.values())
+    arenas = group.others._arenas.values()
+    wait_until(lambda: all(a.free_bytes == a.capacity_bytes for a in arenas), "every follower's memory is back")
