@@ -79,7 +79,9 @@ async def test_a24_ranks_beyond_the_limit_and_beyond_the_width(world: World) -> 
         strict.refused(ranked(65), "65", "64", "INFINILORA_MAX_RANK"),
         strict.refused(uneven(128), "128", "64"),
         strict.refused(ranked(1024), "1024", "64"),
-        strict.exact(Files(settings | {"r": 64, "lora_alpha": 64}, keyed(wide)), world.oracle.merge(wide, 1.0)),
+        strict.exact(
+            Files(settings | {"r": 64, "lora_alpha": 64}, keyed(wide)), world.oracle.merge(wide, 1.0), name="a24"
+        ),
         world.serves("good", world.good),
         world.serves("tiny"),
     )
