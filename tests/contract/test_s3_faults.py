@@ -291,6 +291,18 @@ def test_a_real_server_under_an_authority_of_its_own(tls_server: TlsWeedServer) 
     assert blobs.get_range("x", 7, 100) == DATA[7:107]
 
 
+def _refusal(ask: Callable[[], object]) -> StoreRefused:
+    """What the server says once it is heard: one that hangs up at once may cut its own word off, and is asked again."""
+    for _ in range(20):
+        try:
+            ask()
+        except StoreRefused as refused:
+            return refused
+        except Unavailable:
+            continue
+    pytest.fail("never refused")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -307,12 +319,12 @@ def test_what_keeps_tls_from_being_spoken_is_named_by_its_option(
     tls_server: TlsWeedServer, caplog: pytest.LogCaptureFixture, change: Callable[[str], str], says: str
 ) -> None:
     blobs = open_blobs(change(tls_server.url("tls")), credentials=_keys(tls_server))
-    for ask in (lambda: blobs.get("tenant/x"), lambda: blobs.stat("tenant/x"), lambda: blobs.put("tenant/x", DATA)):
-        with pytest.raises(StoreRefused) as caught:
-            ask()
-        assert says in str(caught.value)
-        assert "operator" in str(caught.value)
-        assert _says_nothing_of(caught.value, "bucket", str(tls_server.port))
+    # A body of one byte: a server that hangs up with more of it unread resets the connection, its answer with it.
+    for ask in (lambda: blobs.get("tenant/x"), lambda: blobs.stat("tenant/x"), lambda: blobs.put("tenant/x", b"x")):
+        refused = _refusal(ask)
+        assert says in str(refused)
+        assert "operator" in str(refused)
+        assert _says_nothing_of(refused, "bucket", str(tls_server.port))
     assert [record for record in caplog.records if record.levelno == logging.ERROR]
 
 
