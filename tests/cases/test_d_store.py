@@ -55,6 +55,11 @@ def lora_servers(fleet: dict[str, Any]) -> list[dict[str, Any]]:
     return [member["load"] for member in fleet["members"] if member["kind"] == "lora-server"]
 
 
+def residents(fleet: dict[str, Any]) -> list[str]:
+    """One entry for each slot of the fleet that holds an adapter."""
+    return [digest for load in lora_servers(fleet) for digest in load["resident"]]
+
+
 async def pin(world: World, name: str, *, pinned: bool) -> None:
     """Pin or unpin an adapter, and wait until it is in a slot or, unpinned, anything may take its place."""
     entry = (await world.api.http.post(f"/v1/adapters/{name}/pin", json={"pinned": pinned})).json()
@@ -237,8 +242,9 @@ class Cold(NamedTuple):
         ranges = [seen.headers.get("range") for seen in self.asked() if seen.status < 300]
         assert ranges, "nothing was fetched: this test could not see a second download"
         assert len(ranges) == len(set(ranges)), "some bytes were fetched twice"
-        fleet = await self.world.factory.fleet(lambda body: bool(body["members"]), within_s=10)
-        assert [digest for load in lora_servers(fleet) for digest in load["resident"]].count(self.digest) == 1
+        # The fleet's account is as old as a beat.
+        fleet = await self.world.factory.fleet(lambda body: self.digest in residents(body), within_s=10)
+        assert residents(fleet).count(self.digest) == 1
 
 
 async def cold(world: World, name: str, seed: int) -> Cold:
