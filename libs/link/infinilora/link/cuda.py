@@ -19,18 +19,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from infinilora.kernels.mailbox import MISPLACED, NUM_COUNTERS, REFUSED, TIMED_OUT, Mailbox, region_bytes
+from infinilora.link.beside import EngineBeside, ServerBeside
 from infinilora.link.control import MAX_BODY_BYTES, ControlStream, check_plan, receive_exactly
 from infinilora.link.cuda_driver import HANDLE_BYTES, Region, Regions
 from infinilora.link.ends import EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused, LinkTimeout
-from infinilora.link.frame import NO_TRACE, Header, Kind, aligned
+from infinilora.link.frame import Header, Kind, aligned
 from infinilora.link.layout import Arena, State
 from infinilora.link.outstanding import Outstanding
-from infinilora.link.ports import Program, Ticket, checked, refusal
+from infinilora.link.ports import Ticket, checked, refusal
 from infinilora.link.staging import DEVICE_AT, Staging
-from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import Internal, InvalidRequest
 
 PATIENCE_S = 5.0
@@ -71,9 +72,6 @@ class Wire:
         memory.quiesce()  # zeros first: launches may be on another stream than this thread's
         weakref.finalize(self, _retire, regions, region, peer, self.control)
 
-    def mark(self, state: State) -> None:
-        self.control.mark(state)
-
 
 def _retire(regions: Regions, region: Region, peer: int, control: ControlStream) -> None:
     control.mark(State.SHUT)
@@ -81,28 +79,17 @@ def _retire(regions: Regions, region: Region, peer: int, control: ControlStream)
     regions.retire(region, peer, control.sock)
 
 
-class CudaEnginePort:
+class CudaEnginePort(EngineBeside):
     """The engine's side. Launches on the thread's current stream, which must be the same for all of a link's calls."""
 
-    takes_in_order = True
-
     def __init__(self, wire: Wire) -> None:
+        super().__init__(wire.control, num_buffers=wire.shape.num_buffers, buffer_bytes=wire.shape.buffer_bytes)
         self._wire = wire
-        self._mailbox, self._control = wire.mailbox, wire.control
-        self.buffer_bytes = wire.shape.buffer_bytes
-        self._calls = Outstanding(wire.shape.num_buffers)
+        self._mailbox = wire.mailbox
         self._nothing = torch.empty(0, 1, dtype=torch.float32, device=wire.memory.device)
-        self._trace = NO_TRACE
         self._captured: list[Header] | None = None
 
-    def lay_out(self, ticket: Ticket) -> None:
-        """Nothing: views are cut as they are needed."""
-
-    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
-        ticket.begin(step_id, layer, self._trace)
-        self._calls.add(ticket)
-        self._send()
-
+    @override
     def _send(self) -> None:
         """Launch all that there is credit for. A broken link is told of by who waits."""
         while self._control.is_alive and (chunk := self._calls.next_chunk()):
@@ -193,33 +180,6 @@ class CudaEnginePort:
                 return refusal(body)
         raise LinkError("the LoRA server refused a site call and did not say why")
 
-    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None:  # noqa: ARG002 - the stream has its own
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"a plan of {len(body)} bytes; at most {MAX_BODY_BYTES} fit a control frame")
-        self._control.look()
-        if not self.is_alive:
-            raise LinkClosed("the link is closed")
-        self._trace = header.trace
-        self._control.send(header, body)
-
-    def abandon(self) -> None:
-        self._calls.abandon()
-
-    def mark(self, state: State) -> None:
-        self._wire.mark(state)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._control.is_alive
-
-    @property
-    def in_flight(self) -> int:
-        return self._calls.in_flight
-
-    @property
-    def stale(self) -> int:
-        return self._calls.stale
-
 
 class CudaEngineEnd(EngineEnd):
     """An engine's end whose waits only launch: `verify` ends a step."""
@@ -251,22 +211,18 @@ class CudaEngineEnd(EngineEnd):
             raise
 
 
-class CudaServerPort:
+class CudaServerPort(ServerBeside):
     """The server's side, of one thread, which launches on a stream of its own from its first `recv` on."""
 
     def __init__(self, wire: Wire) -> None:
+        super().__init__(wire.control, buffer_bytes=wire.shape.buffer_bytes)
         self._wire = wire
-        self._mailbox, self._control = wire.mailbox, wire.control
-        self.buffer_bytes = wire.shape.buffer_bytes
+        self._mailbox = wire.mailbox
         size = aligned(self.buffer_bytes)
         self._plan = bytearray(MAX_BODY_BYTES)
         self.requests: Arena = Staging(self._plan, torch.empty(size, dtype=torch.uint8, device=wire.memory.device))
         self.replies: Arena = Staging(bytearray(_WORD), torch.empty(size, dtype=torch.uint8, device=wire.memory.device))
-        self._refusal = b""
         self._has_stream = False
-
-    def use(self, program: Program, times: SiteTimes) -> bool:  # noqa: ARG002 - its payloads are not on the host
-        return False
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
         if not self._has_stream:
@@ -292,9 +248,6 @@ class CudaServerPort:
     def reply_offset(self, header: Header) -> int:  # noqa: ARG002 - one buffer serves every header
         return DEVICE_AT
 
-    def write_reply(self, header: Header, body: bytes) -> None:  # noqa: ARG002
-        self._refusal = body
-
     def reply(self, header: Header, kind: Kind, payload_bytes: int) -> None:
         """Launch the answer. A refusal is a message without payload, and goes in words beside it."""
         is_refused = kind == Kind.ERROR
@@ -305,20 +258,6 @@ class CudaServerPort:
         if is_refused or self._wire.shape.is_host_signalled:
             body = self._refusal if is_refused else b""
             self._control.send(header._replace(kind=kind, payload_bytes=len(body) if is_refused else 0), body)
-
-    def skip(self) -> None:
-        """Nothing to give back: a plan is copied out of the control stream."""
-
-    def mark(self, state: State) -> None:
-        self._wire.mark(state)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._control.is_alive
-
-    @property
-    def is_quarantined(self) -> bool:
-        return self._control.peer_state == State.QUARANTINED
 
 
 def lend(regions: Regions, shape: Shape) -> Region:

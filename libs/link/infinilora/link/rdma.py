@@ -19,17 +19,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from infinilora.link.beside import EngineBeside, ServerBeside
 from infinilora.link.control import MAX_BODY_BYTES, ControlStream, check_plan, receive_exactly
 from infinilora.link.ends import EngineEnd, ServerEnd
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
-from infinilora.link.frame import NO_TRACE, Header, Kind, aligned
+from infinilora.link.frame import Header, Kind, aligned
 from infinilora.link.layout import Arena, State
-from infinilora.link.outstanding import Outstanding
-from infinilora.link.ports import Program, Ticket, checked, refusal
+from infinilora.link.ports import Ticket, checked, refusal
 from infinilora.link.staging import DEVICE_AT, Staging
-from infinilora.link.times import SiteTimes
-from infinilora.protocol.errors import InvalidRequest
 
 PATIENCE_S = 5.0
 """How long a payload may be on its way after its header: a peer that needs longer is dead."""
@@ -126,26 +125,14 @@ def _end(transport: Transport, control: ControlStream) -> None:
     control.sock.close()
 
 
-class RdmaEnginePort:
+class RdmaEnginePort(EngineBeside):
     """The engine's side."""
 
-    takes_in_order = True
-
     def __init__(self, wire: Wire) -> None:
+        super().__init__(wire.control, num_buffers=wire.sizes.num_buffers, buffer_bytes=wire.sizes.buffer_bytes)
         self._wire = wire
-        self._control = wire.control
-        self.buffer_bytes = wire.sizes.buffer_bytes
-        self._calls = Outstanding(wire.sizes.num_buffers)
-        self._trace = NO_TRACE
 
-    def lay_out(self, ticket: Ticket) -> None:
-        """Nothing: views are cut as they are needed."""
-
-    def submit(self, ticket: Ticket, step_id: int, layer: int) -> None:
-        ticket.begin(step_id, layer, self._trace)
-        self._calls.add(ticket)
-        self._send()
-
+    @override
     def _send(self) -> None:
         """Begin all that there is credit for. A broken link is told of by who waits."""
         while self._control.is_alive and (chunk := self._calls.next_chunk()):
@@ -194,47 +181,15 @@ class RdmaEnginePort:
             raise LinkTimeout("the LoRA server did not answer by the deadline")
         return frame
 
-    def send_plan(self, header: Header, body: bytes, *, timeout_s: float) -> None:  # noqa: ARG002 - the stream has its own
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"a plan of {len(body)} bytes; at most {MAX_BODY_BYTES} fit a control frame")
-        self._control.look()
-        if not self.is_alive:
-            raise LinkClosed("the link is closed")
-        self._trace = header.trace
-        self._control.send(header, body)
 
-    def abandon(self) -> None:
-        self._calls.abandon()
-
-    def mark(self, state: State) -> None:
-        self._control.mark(state)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._control.is_alive
-
-    @property
-    def in_flight(self) -> int:
-        return self._calls.in_flight
-
-    @property
-    def stale(self) -> int:
-        return self._calls.stale
-
-
-class RdmaServerPort:
+class RdmaServerPort(ServerBeside):
     """The server's side: a call's x is where the engine's card put it, its answer goes out from where it was made."""
 
     def __init__(self, wire: Wire) -> None:
+        super().__init__(wire.control, buffer_bytes=wire.sizes.buffer_bytes)
         self._wire = wire
-        self._control = wire.control
-        self.buffer_bytes = wire.sizes.buffer_bytes
         self.requests: Arena = wire.received
         self.replies: Arena = wire.staged
-        self._refusal = b""
-
-    def use(self, program: Program, times: SiteTimes) -> bool:  # noqa: ARG002 - Python carries these frames
-        return False
 
     def recv(self, timeout_s: float) -> tuple[Header, int] | None:
         frame = self._control.receive(timeout_s)
@@ -256,29 +211,12 @@ class RdmaServerPort:
     def reply_offset(self, header: Header) -> int:
         return self._wire.offset(header.sequence)
 
-    def write_reply(self, header: Header, body: bytes) -> None:  # noqa: ARG002 - it goes beside the payloads
-        self._refusal = body
-
     def reply(self, header: Header, kind: Kind, payload_bytes: int) -> None:
         """Send the answer; a refusal has no payload and goes in words over the control stream."""
         body = self._refusal if kind == Kind.ERROR else b""
         if kind != Kind.ERROR:
             self._wire.put(header, payload_bytes)
         self._control.send(header._replace(kind=kind, payload_bytes=len(body)), body)
-
-    def skip(self) -> None:
-        """Nothing to give back: a plan is copied out of the control stream."""
-
-    def mark(self, state: State) -> None:
-        self._control.mark(state)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._control.is_alive
-
-    @property
-    def is_quarantined(self) -> bool:
-        return self._control.peer_state == State.QUARANTINED
 
 
 def engine_end(fabric: Fabric, sock: socket.socket, sizes: Sizes, *, timeout_s: float) -> EngineEnd:
