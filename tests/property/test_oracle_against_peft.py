@@ -18,6 +18,7 @@ from peft.tuners.lora.layer import Embedding, LoraLayer, ParamWrapper
 from infinilora.protocol.adapter import BaseCard, Site
 from support.explicit_merge import Deltas, disagreement, explicit_deltas
 from support.random_adapters import Adapter, adapters
+from support.random_configs import EARLY_VERSIONS
 
 _MEANINGFUL = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
@@ -115,6 +116,7 @@ few = settings(
 @given(adapters(kinds=("llama",), layouts=("plain",)))
 def test_the_oracle_reads_plain_adapters_as_peft_does(adapter: Adapter) -> None:
     assume(has_names_of_peft(adapter) and adapter.config.get("target_modules") is not None)  # else PEFT's defaults
+    assume(adapter.config.get("peft_version") not in EARLY_VERSIONS)  # which the PEFT of today does not heed
     check(adapter, llama(adapter.card))
 
 

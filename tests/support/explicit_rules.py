@@ -35,13 +35,13 @@ class NoMeaning(Exception):
 
 
 def rank_of(config: Config, name: str) -> int:
-    """The first pattern, in file order, that is the name or a dotted tail of it; else `r`."""
-    return int(_by_pattern(config.get("rank_pattern"), name, _given(config, "r", DEFAULT_RANK)))
+    """That of the first pattern, in file order, that is the name or a dotted tail of it; else `r`."""
+    return int(_by_pattern(config, "rank_pattern", name, _given(config, "r", DEFAULT_RANK)))
 
 
 def scale_of(config: Config, name: str) -> float:
     """alpha / r, or alpha / sqrt(r), with the alpha and the r of this module."""
-    alpha = float(_by_pattern(config.get("alpha_pattern"), name, _given(config, "lora_alpha", DEFAULT_ALPHA)))
+    alpha = float(_by_pattern(config, "alpha_pattern", name, _given(config, "lora_alpha", DEFAULT_ALPHA)))
     rank = rank_of(config, name)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
@@ -51,11 +51,17 @@ def _given(config: Config, key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise
+def _by_pattern(config: Config, which: str, name: str, otherwise: Any) -> Any:
+    r"""PEFT of 0.14 put `.*\.` before a key and nothing around it; that of 0.13 took rank and alpha of one key."""
+    patterns = config.get(which) or {}
+    version = re.match(r"0\.(\d+)", str(config.get("peft_version")))
+    minor = int(version[1]) if version else 99
+    form = r".*\.{}$" if minor < 15 else r"(?:.*\.)?(?:{})$"
+    keys = list(patterns) if minor > 13 else [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
+    for key in keys:
+        if re.match(form.replace("{}", key), name):
+            return patterns.get(key, otherwise)
+    return patterns.get(name, otherwise) if minor < 15 else otherwise
 
 
 def targets_module(config: Config, name: str, *, old_peft: bool = False) -> bool:

@@ -42,6 +42,9 @@ _NO_MATTER: dict[str, tuple[Any, ...]] = {
 }
 _OLD_VERSIONS = ("0.17.0", "0.17.1", "0.18.0", "0.18.1")
 _NEW_VERSIONS = ("0.19.1", "0.20.0", "0.21.2")
+EARLY_VERSIONS = ("0.13.2", "0.14.0")
+"""These read patterns otherwise. They had no `target_parameters`, and no version in their own files."""
+_VERSIONS: dict[str, tuple[str, ...]] = {"flat": _NEW_VERSIONS, "flat_crossed": _OLD_VERSIONS}
 MANY_TARGETS = 20
 """From so many on PEFT rewrites `target_modules`."""
 _RANKS = st.one_of(st.integers(1, 8), st.integers(1, 64), st.sampled_from((1, 8, 16, 32, 64)))
@@ -78,7 +81,7 @@ def random_config(draw: Draw, layout: Layout, chosen: Sequence[Unit], everything
         elif draw(st.booleans()):
             config[key] = draw(st.sampled_from(({}, None)))
     if layout.startswith("flat") or draw(st.booleans()):
-        versions = _OLD_VERSIONS if layout == "flat_crossed" else _NEW_VERSIONS
+        versions = _VERSIONS.get(layout, (*_NEW_VERSIONS, *EARLY_VERSIONS))
         config["peft_version"] = draw(st.sampled_from(versions))
     if layout.startswith("flat") and draw(st.integers(0, 3)) == 0:
         del config["peft_version"]

@@ -10,7 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from infinilora.engine.model.checkpoint import Checkpoint
+from infinilora.engine.model.spec import read_spec
+from infinilora.engine.prepare import fingerprint
 from infinilora.engine.publish import publish
 from infinilora.engine.sizes import derive_sizes
 from infinilora.protocol import keys
@@ -40,8 +44,6 @@ def test_sites_name_the_modules_of_the_checkpoint(name: str, tiny: Callable[[str
 
 @pytest.mark.parametrize(("name", "kept"), [("llama", torch.bfloat16), ("llama-tied", torch.float32)])
 def test_tables_are_those_of_embedding_and_head_by_their_bytes(name: str, kept: torch.dtype, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     directory = make_tiny_model(name, tmp_path, dtype=kept).directory
     tables = load_tiny(directory).card.tables
     tensors = load_file(directory / "model.safetensors")
@@ -55,8 +57,6 @@ def test_tables_are_those_of_embedding_and_head_by_their_bytes(name: str, kept: 
 
 
 def _linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors.torch import load_file
-
     return {k: tuple(t.shape) for k, t in load_file(directory / "model.safetensors").items() if t.dim() == 2}
 
 
@@ -75,6 +75,56 @@ def test_the_fingerprint_follows_the_weights_and_nothing_else(tmp_path: Path) ->
     (first / "config.json").write_text(json.dumps(biased))
     assert load_tiny(narrow).card.fingerprint != prints[0]
     assert load_tiny(first).card.fingerprint != prints[0]
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Copies, so that the file may be written anew."""
+    return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2_moe"])
+def test_bases_that_differ_in_one_element_of_any_tensor_have_unlike_fingerprints(name: str, tmp_path: Path) -> None:
+    directory = make_tiny_model(name, tmp_path, seed=1).directory
+    whole = _tensors(directory)
+    spec = read_spec(directory)
+    prints = {fingerprint(spec, Checkpoint(directory, spec))}
+    for tensor, values in whole.items():
+        at = values.numel() * 5 // 7  # in no tensor of these an element that a sparse sample begins or ends with
+        nudged = values.clone()
+        nudged.view(-1)[at] = torch.nextafter(nudged.view(-1)[at], torch.tensor(9.0))
+        save_file({**whole, tensor: nudged}, directory / "model.safetensors")
+        prints.add(fingerprint(spec, Checkpoint(directory, spec)))
+    assert len(prints) == 1 + len(whole)
+
+
+def test_a_base_saved_again_in_other_files_and_another_order_is_the_same(tmp_path: Path) -> None:
+    directory = make_tiny_model("llama", tmp_path, seed=1).directory
+    before = load_tiny(directory).card
+    tensors = _tensors(directory)
+    names = sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())
+    shards = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, directory / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors").unlink()
+    assert load_tiny(directory).card == before
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor_or_one_by_one_are_the_same_base(name: str, tmp_path: Path) -> None:
+    directory = make_tiny_model(name, tmp_path, seed=1).directory
+    before = load_tiny(directory).card
+    tensors = _tensors(directory)
+    gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    blocks = sorted({key.partition(".0.")[0] for key in tensors if key.partition(".0.")[0].endswith(".experts")})
+    for block in blocks:
+        stacks = {part: [tensors.pop(f"{block}.{e}.{part}.weight") for e in range(4)] for part in (gate, up, down)}
+        tensors[f"{block}.gate_up_proj"] = torch.cat([torch.stack(stacks[gate]), torch.stack(stacks[up])], dim=1)
+        tensors[f"{block}.down_proj"] = torch.stack(stacks[down])
+    save_file(tensors, directory / "model.safetensors")
+    assert blocks
+    assert load_tiny(directory).card == before
 
 
 def test_publishing_puts_the_card_after_its_files(tmp_path: Path, tiny: Callable[[str], TinyModel]) -> None:

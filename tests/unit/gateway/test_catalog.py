@@ -1,17 +1,22 @@
-"""What a gateway says of a name while it has heard of nothing yet: to come back, never that the name does not exist."""
+"""What a gateway says of a name that it cannot serve: not yet, or never again, and what to do about it."""
 
+import msgspec
 import pytest
 
 from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.fleet import Fleet
+from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
+from infinilora.protocol.adapter import FINGERPRINT_VERSION
 from infinilora.protocol.control import Beat, EngineLoad
-from infinilora.protocol.errors import AdapterNotFound, ModelNotFound, Unavailable
-from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.errors import AdapterInvalid, AdapterNotFound, ModelNotFound, Unavailable
+from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.membership import Member
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
+from support.cards import make_card
 
+BASE = Fingerprint("b")
 ENGINE = Beat(
     id="engine-0",
     kind="engine",
@@ -20,7 +25,7 @@ ENGINE = Beat(
     state="ready",
     address="127.0.0.1:1",
     model="small",
-    base=Fingerprint("b"),
+    base=BASE,
     load=EngineLoad(),
 )
 
@@ -43,3 +48,20 @@ async def test_no_name_is_unknown_to_a_gateway_that_has_just_begun() -> None:
             catalog.resolve("base:other", "t")
         with pytest.raises(AdapterNotFound):
             catalog.resolve("pirate", "t")
+
+
+async def test_an_adapter_proven_against_a_sample_of_its_base_is_to_be_registered_again() -> None:
+    members: list[Member] = []
+    old = make_card("llama")
+    new = msgspec.structs.replace(old, fingerprint_version=FINGERPRINT_VERSION)
+    adapter = Target(requested="pirate", base=BASE, digest=Digest("sha256:d"), name="pirate")
+    async with Channels(token="of the test") as channels:
+        catalog = Catalog(Fleet(lambda: members, channels), Registry(MemoryStore(), MemoryBus()), {})
+        with pytest.raises(
+            AdapterInvalid, match=r"'pirate'.*'tiny-llama'.*version 1, .*wanted 2: delete it and register"
+        ):
+            catalog.check_base(adapter, old)
+        catalog.check_base(adapter, new)  # its engines are away, and may come back
+        catalog.check_base(Target(requested="small", base=BASE), old)
+        members.append(Member(ENGINE, 0.0))
+        catalog.check_base(adapter, old)  # engines and gateways are replaced in either order

@@ -74,6 +74,29 @@ def test_a_table_that_grew_is_refused_with_both_sizes(tmp_path: Path) -> None:
         ingested(tmp_path, card, {EMBED: np.concatenate([table, table[:3]])})
 
 
+def test_a_copy_may_lie_behind_the_wrappers_of_a_trainer(tmp_path: Path) -> None:
+    card, table = base("F32")
+    key = HEAD.replace("lm_head", "_orig_mod.lm_head._fsdp_wrapped_module")
+    assert ingested(tmp_path, card, {key: table}).manifest.sites
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (HEAD.removeprefix("base_model.model."), "names that begin with '' and 'base_model.model.'"),
+        (
+            EMBED.replace("model.embed", "model.language_model.embed"),
+            "layers below 'model.language_model.' and 'model.'",
+        ),
+    ],
+)
+def test_a_copy_that_is_spelled_otherwise_than_the_pairs_is_refused(key: str, says: str, tmp_path: Path) -> None:
+    card, table = base("F32")
+    with pytest.raises(AdapterInvalid) as refused:
+        ingested(tmp_path, card, {key: table})
+    assert says in refused.value.message
+
+
 def test_a_copy_that_nothing_is_known_of_is_refused(tmp_path: Path) -> None:
     card, table = base("F32")
     old = msgspec.structs.replace(card, tables={})

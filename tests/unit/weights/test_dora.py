@@ -264,6 +264,20 @@ def test_a_factor_beyond_the_narrow_range_is_named(tmp_path: Path) -> None:
         packed(source, tmp_path / "packed", narrow="F16")
 
 
+def test_narrowing_does_not_ask_of_numbers_that_are_not_narrowed(tmp_path: Path) -> None:
+    """Magnitudes stay fp32, and B goes in with its factors: neither is held against the range of F16."""
+    source = dora(tmp_path / "a", targets=["down_proj"])
+    change(source, lambda tensors: tensors.update({k: 1e6 * v for k, v in tensors.items() if "magnitude" in k}))
+    change(source, lambda tensors: tensors.update({k: 1e5 * v for k, v in tensors.items() if "lora_B" in k}))
+    change(source, lambda tensors: tensors.update({k: 1e-3 * v for k, v in tensors.items() if "lora_A" in k}))
+    with pytest.raises(AdapterInvalid, match=r"down_proj\.lora_B.*narrowed to F16"):
+        packed(source, tmp_path / "packed", narrow="F16")
+    change(source, lambda tensors: tensors.update({k: 1e-8 * v for k, v in tensors.items() if "magnitude" in k}))
+    report = packed(source, tmp_path / "packed", narrow="F16")
+    assert report.manifest.dtype == "F16"
+    assert report.narrow_error < 2**-8
+
+
 def test_the_same_file_and_base_give_the_same_bytes(tmp_path: Path) -> None:
     source = dora(tmp_path / "a")
     first, second = (packed(source, tmp_path / name) for name in ("one", "two"))

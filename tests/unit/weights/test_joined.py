@@ -18,7 +18,7 @@ from support.deltas import Deltas, ingested_deltas, largest_difference, write_so
 
 HIDDEN, Q, KV, FF, RANK, ALPHA = 32, 32, 16, 48, 4, 6.0
 CARD = make_card("llama", num_layers=1)
-LAYER = "model.layers.0"
+PREFIX, LAYER = "base_model.model.", "model.layers.0"
 ATTENTION, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
 
 
@@ -105,10 +105,59 @@ def test_targets_may_name_the_parts_of_a_fused_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("alphas", "scales"),
+    [
+        ({"q_proj": 8, "k_proj": 8, "v_proj": 8}, (2, 2, 2)),
+        ({"k_proj": 1}, (1.5, 0.25, 1.5)),
+        ({"q_proj": 2, r"layers\.0\..*v_proj": 20}, (0.5, 1.5, 5)),
+        ({"qkv_proj": 2}, (1.5, 1.5, 1.5)),
+    ],
+)
+def test_the_parts_of_a_fused_module_have_their_own_alphas_where_they_are_the_targets(
+    tmp_path: Path, alphas: dict[str, float], scales: tuple[float, ...]
+) -> None:
+    a, b = factors(Q + 2 * KV)
+    bias = np.arange(Q + 2 * KV, dtype=np.float32)
+    tensors = {f"{PREFIX}{ATTENTION}.qkv_proj.lora_{half}.weight": factor for half, factor in (("A", a), ("B", b))}
+    tensors[f"{PREFIX}{ATTENTION}.qkv_proj.lora_B.bias"] = bias
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(QKV), "lora_bias": True}
+    adapter = write_source(tmp_path / "a", config | {"alpha_pattern": alphas}, tensors)
+    rows = np.repeat(scales, list(QKV.values()))[:, None]
+    wanted = split(rows * (b.astype(np.float64) @ a.astype(np.float64)), ATTENTION, QKV)
+    assert largest_difference(ingested_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
+    plan = plan_adapter(read_adapter(adapter), CARD)
+    kept = [part.bias.read(plan.source.tensors) for part in plan.sites[0].parts if part.bias]
+    assert np.allclose(np.concatenate(kept), rows[:, 0] * bias, rtol=1e-6)
+
+
+def test_a_fused_module_that_is_a_target_itself_has_the_alpha_of_its_own_name(tmp_path: Path) -> None:
+    pair = factors(Q + 2 * KV)
+    config = {"target_modules": ["qkv_proj", *QKV], "alpha_pattern": {"q_proj": 99}}
+    adapter = source(tmp_path / "a", {f"{ATTENTION}.qkv_proj": pair}, **config)
+    wanted = split(merged(pair), ATTENTION, QKV)
+    assert largest_difference(ingested_deltas(adapter, CARD, tmp_path / "out"), wanted) < 1e-14
+
+
+def test_stacked_experts_have_the_alphas_of_their_own_names(tmp_path: Path) -> None:
+    card = make_card("qwen3_moe", num_layers=1, num_experts=3, intermediate=FF)
+    a, b = np.stack([factors(2 * FF, seed=e)[0] for e in range(3)]), factors(2 * FF, seed=9)[1][None]
+    tensors = {f"{PREFIX}{MLP}.experts.gate_up_proj.lora_{half}.weight": x for half, x in (("A", a), ("B", b))}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["gate_proj", "up_proj"]}
+    alphas = {"experts.1.gate_proj": 2, "up_proj": 3, "experts.2.gate_proj": 10}
+    adapter = write_source(tmp_path / "a", config | {"alpha_pattern": alphas}, tensors)
+    wanted = Deltas()
+    for expert, gate_alpha in enumerate((ALPHA, 2, 10)):
+        rows = np.repeat([gate_alpha / RANK, 3 / RANK], FF)[:, None]
+        delta = rows * (b[0].astype(np.float64) @ a[expert].astype(np.float64))
+        wanted |= split(delta, f"{MLP}.experts.{expert}", GATE_UP)
+    assert largest_difference(ingested_deltas(adapter, card, tmp_path / "out"), wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"target_modules": ["q_proj", "k_proj"]}, "qkv_proj, which adapter_config.json does not target"),
-        ({"target_modules": list(QKV), "alpha_pattern": {"k_proj": 1}}, "qkv_proj, which adapter_config.json does not"),
+        ({"target_modules": list(QKV), "rank_pattern": {"k_proj": 2}}, r"found \[4, 32\]; wanted \[2, 32\]"),
         ({"r": 3}, r"found \[4, 32\]; wanted \[3, 32\]"),
     ],
 )

@@ -1,5 +1,6 @@
 """Adapters that began with a part of the base: with their first values beside them, the difference is served."""
 
+import hashlib
 import json
 import shutil
 import tarfile
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,10 @@ from peft.tuners.lora.layer import LoraLayer
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
-from infinilora.protocol.adapter import encode_manifest
+from infinilora.protocol.adapter import BaseCard, Table, encode_manifest
 from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
 from infinilora.weights.ingest import ingest
+from infinilora.weights.names import EMBED, HEAD
 from infinilora.weights.unpack import INITIAL_DIRS, FileLimits, unpack
 from support.cards import make_card
 from support.deltas import Deltas, ingested_deltas, largest_difference, rename_tensors
@@ -156,6 +159,39 @@ def test_first_values_may_be_of_another_dtype(tmp_path: Path) -> None:
 def narrowed_to(directory: Path, kind: Any) -> None:
     file = directory / "adapter_model.safetensors"
     save_file({key: tensor.astype(kind) for key, tensor in load_file(file).items()}, file)
+
+
+def card_of(model: nn.Module, *, is_tied: bool) -> BaseCard:
+    """With the tables of its embedding and its head."""
+    weights = {EMBED: model.get_input_embeddings().weight, HEAD: model.get_output_embeddings().weight}  # type: ignore[operator]
+    tables = {
+        module: Table(dtype="F32", shape=(64, 32), sha256=hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest())
+        for module, weight in weights.items()
+    }
+    assert (tables[EMBED] == tables[HEAD]) == is_tied
+    return msgspec.structs.replace(make_card("llama", intermediate=24, vocab_size=64, outer=True), tables=tables)
+
+
+def test_a_head_that_began_in_the_base_is_served_without_the_table_that_peft_saves_beside_it(tmp_path: Path) -> None:
+    card = card_of(llama(), is_tied=False)
+    wanted = trained(tmp_path, "pissa", r=4, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(
+        AdapterInvalid, match=r"lm_head\.base_layer\.weight: .*began with a part .*save_embedding_layers=F"
+    ):
+        ingest(tmp_path, card, tmp_path / "packed")
+    rename_tensors(tmp_path, {}, keep=lambda key: "base_layer" not in key)
+    found = ingested_deltas(tmp_path, card, tmp_path / "packed")
+    assert found.keys() == wanted.keys()
+    assert largest_difference(found, wanted) < 1e-5
+
+
+def test_a_head_that_began_in_a_table_of_embedding_and_head_is_refused(tmp_path: Path) -> None:
+    card = card_of(llama(), is_tied=False)
+    tied = msgspec.structs.replace(card, tables=dict.fromkeys(card.tables, card.tables[HEAD]))
+    trained(tmp_path, "pissa", r=4, target_modules=["q_proj", "lm_head"])
+    rename_tensors(tmp_path, {}, keep=lambda key: "base_layer" not in key)
+    with pytest.raises(AdapterInvalid, match=r"a pair on lm_head: found .*ties it to its embedding.*target_modules"):
+        ingest(tmp_path, tied, tmp_path / "packed")
 
 
 def test_without_first_values_it_is_refused_and_told_where_they_belong(tmp_path: Path) -> None:

@@ -374,3 +374,11 @@ def test_narrowing_that_overflows_is_refused(adapter: Path) -> None:
     message = refusal(adapter, narrow="F16")
     assert A in message
     assert "65504" in message
+
+
+def test_an_mlp_of_a_base_that_has_experts_only_is_not_found_among_what_is_wanted(tmp_path: Path) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["gate_proj", "up_proj", "down_proj"])
+    found, _, wanted = refusal(source, card=tiny_cards()["qwen3_moe"]).partition("; wanted ")
+    assert found.endswith("found module model.layers.0.mlp.down_proj")
+    assert " mlp.experts.{expert}.down_proj," in wanted
+    assert " mlp.down_proj" not in wanted

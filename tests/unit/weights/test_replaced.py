@@ -24,6 +24,7 @@ from support.asked import AskedBase
 from support.tiny_models import TinyModel, make_tiny_model
 
 EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+PREFIX = "base_model.model."
 DELTA = "token_adapter.trainable_tokens_delta"
 Tables = tuple[Array, Array]
 
@@ -261,6 +262,24 @@ UNTOLD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "beside LoRA on it",
     ),
     "another prefix": ("llama", {"lm_head.weight": whole(1, 128, 32)}, {}, "names that begin with"),
+    "another place of the layers": (
+        "llama",
+        {f"{PREFIX}language_model.embed_tokens.weight": whole(1, 128, 32)},
+        {},
+        "layers below 'language_model.' and 'model.'",
+    ),
+    "another place of the language model": (
+        "llama",
+        {f"{PREFIX}language_model.lm_head.weight": whole(1, 128, 32)},
+        {},
+        "its layers or its head, below 'language_model.' and ''",
+    ),
+    "another adapter's tokens": (
+        "llama",
+        {f"{EMBED}.{DELTA}.second": whole(1, 1, 32)},
+        {"trainable_token_indices": [1]},
+        "tensors of the adapter named 'second' and ''",
+    ),
     "one of a tied pair, unnamed": (
         "llama-tied",
         {f"{HEAD}.weight": whole(1, 128, 32)},

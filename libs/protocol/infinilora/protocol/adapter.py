@@ -23,6 +23,8 @@ from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 PACK_VERSION = 2
 READABLE_PACKS = frozenset({1, 2})
 """Versions that are read; only the newest is written. What is stored under a name is never rewritten."""
+FINGERPRINT_VERSION = 2
+"""Of the fingerprints that engines compute."""
 BLOCK_ALIGN = 64
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 VECTOR_BYTES = 4
@@ -102,6 +104,8 @@ class BaseCard(msgspec.Struct, frozen=True, kw_only=True):
     """What gateway and ingest know of a base model. Published by an engine at `keys.base_card`."""
 
     fingerprint: Fingerprint
+    fingerprint_version: int = 1
+    """1: of a sample of the weights, so that unlike bases may share one. FINGERPRINT_VERSION: of all of them."""
     name: str
     model_type: str
     num_layers: int

@@ -13,7 +13,7 @@ Digest = NewType("Digest", str)
 """`sha256:` and 64 hex digits: the content address of a packed adapter."""
 
 Fingerprint = NewType("Fingerprint", str)
-"""`sha256:` and 64 hex digits: the identity of a base model."""
+"""`sha256:` and 64 hex digits: the identity of a base model, by all its weights (FINGERPRINT_VERSION)."""
 
 PROTOCOL_VERSION = 1
 """Carried in every hello. A peer of this version or of the one before is understood."""

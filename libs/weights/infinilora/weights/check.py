@@ -14,17 +14,19 @@ from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, Par
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
 from infinilora.weights.copies import without_copies
-from infinilora.weights.dora import dora_parts, scaled_factors
+from infinilora.weights.dora import dora_parts
 from infinilora.weights.facts import Facts
 from infinilora.weights.idle import idle_warning
 from infinilora.weights.names import ModuleIndex
 from infinilora.weights.peft import PeftAdapter
+from infinilora.weights.pissa import check_head
 from infinilora.weights.places import Found, PartKey, Places, Scaled
-from infinilora.weights.plan import AdapterPlan, Bias, Dora, Pair, PartPlan, SitePlan
+from infinilora.weights.plan import AdapterPlan, Bias, Dora, Pair, PartPlan, SitePlan, packed_bt
 from infinilora.weights.refuse import invalid
 from infinilora.weights.replaced import Replaced
 from infinilora.weights.rules import CONFIG_FILE
-from infinilora.weights.tensorfile import NUMPY_DTYPES, TensorFile, all_finite
+from infinilora.weights.spelling import OneSpelling
+from infinilora.weights.tensorfile import NUMPY_DTYPES, Array, TensorFile, all_finite
 
 MAX_GAIN = 1e9
 """What may be multiplied into fp32 factors for an expert whose scale is not that of the others."""
@@ -43,11 +45,13 @@ def plan_adapter(
     `narrow` packs in a smaller dtype (BF16 or F16) than the file's: an inexact choice, and part of the digest.
     """
     facts = facts or Facts(card)
-    adapter = replace(adapter, tensors=without_copies(adapter.tensors, card))
-    replaced = Replaced.of(adapter, card, max_rank=max_rank)
+    spelling = OneSpelling(adapter.tensors.name)
+    adapter = replace(adapter, tensors=without_copies(adapter.tensors, card, spelling))
+    replaced = Replaced.of(adapter, card, spelling, max_rank=max_rank)
     adapter = replace(adapter, tensors=replaced.rest())
-    places = Places(adapter, ModuleIndex(card))
+    places = Places(adapter, ModuleIndex(card), spelling)
     found = places.all()
+    check_head(adapter.tensors, card, places.modules)
     present = {key: set(blocks) for key, blocks in found.items()} | {key: {0} for key in replaced.places()}
     absent = Expected(adapter.rules, places.names).absent(card, present)
     refuse_empty_layers(adapter.tensors.name, absent, found)
@@ -69,7 +73,7 @@ def plan_adapter(
         num_layers=card.num_layers,
         dtype=kind,
         sites=sites,
-        notes=(*warning_of(absent), *idle_warning(adapter.tensors, sites), *notes),
+        notes=(*adapter.rules.doubts(places.keys), *warning_of(absent), *idle_warning(adapter.tensors, sites), *notes),
         absent=absent,
     )
 
@@ -178,7 +182,7 @@ def _packed_dtype(
         return kind, tuple(notes)
     if narrow not in NUMPY_DTYPES or NUMPY_DTYPES[narrow].itemsize >= NUMPY_DTYPES[kind].itemsize:
         raise invalid(CONFIG_FILE, "narrow", found=f"{narrow} for a file of {kind}", wanted="BF16 or F16 of F32")
-    _check_range(adapter, sites, narrow)
+    _check_range(adapter.tensors, sites, narrow)
     notes.append(AdapterWarning(code="narrowed", text=f"narrowed {kind} -> {narrow}: {NARROWING_BOUND[narrow]}"))
     return narrow, tuple(notes)
 
@@ -187,19 +191,25 @@ def _computed(sites: tuple[SitePlan, ...]) -> Iterator[Pair]:
     return (pair for site in sites for part in site.parts for pair in part.pairs if pair and pair.is_computed)
 
 
-def _check_range(adapter: PeftAdapter, sites: tuple[SitePlan, ...], narrow: str) -> None:
-    limit, file = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max), adapter.tensors
-    held = ((name, file.read(name)) for name in file.tensors)
-    computed = ((factor.tensor, factor.read(file)) for pair in _computed(sites) for factor in (pair.a, pair.bt))
-    for name, values in (*held, *computed, *scaled_factors(file, sites)):
+def _check_range(file: TensorFile, sites: tuple[SitePlan, ...], narrow: str) -> None:
+    """Of A and Bt as they are packed. Biases and DoRA's magnitudes are no part of them: vectors stay fp32."""
+    limit = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max)
+    for name, values in _factors(file, sites):
         largest = float(np.abs(values.astype(np.float32)).max(initial=0.0))
         if largest > limit:
             raise invalid(
-                adapter.tensors.name,
+                file.name,
                 f"tensor {name} narrowed to {narrow}",
                 found=f"a value of size {largest:.6g}",
                 wanted=f"at most {limit:.6g}",
             )
+
+
+def _factors(file: TensorFile, sites: tuple[SitePlan, ...]) -> Iterator[tuple[str, Array]]:
+    for part in (part for site in sites for part in site.parts):
+        for pair in filter(None, part.pairs):
+            yield pair.a.tensor, pair.a.read(file)
+            yield pair.bt.tensor, packed_bt(part, pair, file)
 
 
 NARROWING_BOUND = {

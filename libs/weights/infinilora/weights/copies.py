@@ -12,30 +12,40 @@ import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Table
 from infinilora.weights.names import canonical
+from infinilora.weights.pissa import Began
 from infinilora.weights.refuse import invalid
+from infinilora.weights.spelling import OneSpelling
 from infinilora.weights.tensorfile import NUMPY_DTYPES, Array, TensorFile
 
-_COPY = re.compile(r"(?:(?:module\.)?base_model\.model\.)*(?P<module>.+)\.base_layer\.weight\Z")
+_COPY = re.compile(r"(?P<module>.+)\.base_layer\.weight\Z")
 _CHUNK_VALUES = 1 << 20
 
 
-def without_copies(file: TensorFile, card: BaseCard) -> TensorFile:
+def without_copies(file: TensorFile, card: BaseCard, spelling: OneSpelling) -> TensorFile:
     """The file without its copies of the base's tables. Raises AdapterInvalid where one differs from the base's."""
     kept = {}
     for key, info in file.tensors.items():
         found = _COPY.match(key)
-        table = card.tables.get(canonical(found["module"])) if found else None
+        table = card.tables.get(canonical(spelling.module(key, found["module"]))) if found else None
         if table is None:
             kept[key] = info
         elif not is_table(file.read(key), table):
-            raise invalid(
-                file.name,
-                f"tensor {key}",
-                found=f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own",
-                wanted=f"the base's own {list(table.shape)} of {table.dtype}, or none: a table that was "
-                "trained whole is served only without LoRA on it",
-            )
+            found_table = f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own"
+            raise invalid(file.name, f"tensor {key}", found=found_table, wanted=_wanted(file, table))
     return replace(file, tensors=kept)
+
+
+def _wanted(file: TensorFile, table: Table) -> str:
+    if isinstance(file, Began):
+        # Less the first values, and rounded: whether it was the base's, only all of the base's rows could tell.
+        return (
+            "none: training began with a part of this table, and left the rest of it here; the pair and its first "
+            "values are enough (save again with save_embedding_layers=False)"
+        )
+    return (
+        f"the base's own {list(table.shape)} of {table.dtype}, or none: a table that was trained whole is served only "
+        "without LoRA on it"
+    )
 
 
 def is_table(copy: Array, table: Table) -> bool:

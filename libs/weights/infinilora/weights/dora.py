@@ -6,7 +6,7 @@
 So a part has the column scale c, its Bt has c in it, and it has the bias (1 - c) · b where the base has one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from infinilora.protocol.adapter import BaseCard, PartGeometry, Site
 from infinilora.weights.facts import Facts, Norms
 from infinilora.weights.keys import Halves
-from infinilora.weights.plan import ALL, Cut, Dora, SitePlan
+from infinilora.weights.plan import ALL, Cut, Dora
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import Array, TensorFile
@@ -59,14 +59,6 @@ def dora_parts(
 ) -> dict[PartKey, Dora]:
     """What DoRA makes of each part. Asks `facts`, and leaves out what they do not answer yet. Raises AdapterInvalid."""
     return dict(_parts(file, card, magnitudes, facts))
-
-
-def scaled_factors(file: TensorFile, sites: Iterable[SitePlan]) -> Iterator[tuple[str, Array]]:
-    """Each bt with DoRA's factors in it, as it is packed: its tensor's name, fp32 [rank, out]."""
-    for part in (part for site in sites for part in site.parts):
-        for pair in part.pairs:
-            if part.dora is not None and pair is not None:
-                yield pair.bt.tensor, pair.bt.read(file).astype(np.float32) * part.dora.factors
 
 
 def _parts(

@@ -7,17 +7,16 @@
     MODULE.lora_a                                                     MLX, whose matrices lie transposed
     MODULE.m                                                          MLX, the magnitude of its DoRA
 
-A file must be spelled in one way: one prefix, one adapter's name, one place of the language model. Two ways are
-two adapters, or half of one.
+What is around the names is `spelling`'s.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
-from infinilora.weights.names import ROOT
 from infinilora.weights.plan import ALL, Cut
 from infinilora.weights.refuse import invalid
+from infinilora.weights.spelling import OneSpelling
 
 Role = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias", "magnitude"]
 BESIDE: dict[Role, Role] = {
@@ -44,10 +43,6 @@ _ROLES: dict[str, Role] = {
     "lora_magnitude_vector": "magnitude",
 }
 """Where a file has another word for it."""
-
-# Names that compilers and sharders put in between, and what may come before a module's name, once or twice.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_PREFIX = re.compile(r"\A(?:module\.|base_model\.model\.(?=.))*")
 
 # What a key that is no LoRA half tells: (part of the key, why it is refused).
 _TELLING = (
@@ -96,21 +91,18 @@ class Halves(NamedTuple):
         return ((in_dim, rank), (rank, out_dim)) if self.turned else ((rank, in_dim), (out_dim, rank))
 
 
-class _Spelling(NamedTuple):
-    """How a key is written around its module's name. None: this key does not tell."""
+def pairs_of(
+    file: str, keys: Iterable[str], *, is_mlx: bool = False, spelling: OneSpelling | None = None
+) -> dict[str, Halves]:
+    """The two halves of every module, in the order of the modules' names. Raises AdapterInvalid.
 
-    prefix: str
-    root: str | None
-    adapter: str | None
-
-
-def pairs_of(file: str, keys: Iterable[str], *, is_mlx: bool = False) -> dict[str, Halves]:
-    """The two halves of every module, in the order of the modules' names. Raises AdapterInvalid."""
+    `spelling`: of what else the file holds.
+    """
     tensors: dict[str, dict[Role, str]] = {}
-    first: dict[str, tuple[str, object]] = {}
+    spelling = spelling or OneSpelling(file)
     for key in sorted(keys):
-        module, role, spelling = _parse(file, key, is_mlx)
-        _check_spelling(file, key, spelling, first)
+        name, role, infix = _parse(file, key, is_mlx)
+        module = spelling.module(key, name, adapter=infix)
         of_module = tensors.setdefault(module, {})
         if role in of_module:
             raise invalid(file, f"tensor {key}", found=f"a second {role} of {module}", wanted="one")
@@ -140,41 +132,11 @@ def _why_not(key: str) -> str:
     return "no LoRA weight"
 
 
-def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, _Spelling]:  # noqa: FBT001 - one grammar or the other
+def _parse(file: str, key: str, is_mlx: bool) -> tuple[str, Role, str | None]:  # noqa: FBT001 - one grammar or the other
+    """(module's name as it is written, role, adapter's name as it is written)."""
     found = next((found for form in (_MLX if is_mlx else _PEFT) if (found := form.match(key))), None)
     if not found:
         wanted = "...lora_a or ...lora_b" if is_mlx else "...lora_A.weight or ...lora_B.weight"
         raise invalid(file, f"tensor {key}", found=_why_not(key), wanted=wanted)
-    module, prefix = plain_module(found["module"])
-    root = ROOT.match(module)
-    adapter = None if is_mlx else found["adapter"] or ""
     role = _ROLES.get(found["role"]) or cast("Role", found["role"])
-    return module, role, _Spelling(prefix, root["root"] if root else None, adapter)
-
-
-def plain_module(name: str) -> tuple[str, str]:
-    """A module's name without what was wrapped around it, and the prefix that it had."""
-    unwrapped = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    module = _PREFIX.sub("", unwrapped)
-    return module, unwrapped.removesuffix(module)
-
-
-_MEANING = {
-    "prefix": "names that begin with",
-    "root": "layers below",
-    "adapter": "tensors of the adapter named",
-}
-
-
-def _check_spelling(file: str, key: str, spelling: _Spelling, first: dict[str, tuple[str, object]]) -> None:
-    for what, value in spelling._asdict().items():
-        if value is None:
-            continue
-        earlier_key, earlier = first.setdefault(what, (key, value))
-        if value != earlier:
-            raise invalid(
-                file,
-                f"tensors {earlier_key} and {key}",
-                found=f"{_MEANING[what]} {earlier!r} and {value!r} in one file",
-                wanted="one of them (PEFT's own names begin with 'base_model.model.')",
-            )
+    return found["module"], role, None if is_mlx else found["adapter"] or ""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 
+EMBED, HEAD = "model.embed_tokens", "lm_head"
 PREFIX = "base_model.model."
 """What PEFT puts before a module's name in a file."""
 
@@ -35,6 +36,7 @@ _EARLIER = {today: earlier for earlier, today in MIXTRAL.items()}
 JOINS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Names of fused projections, and the parts that they are of, in the order of their rows."""
 _IN_LAYER = re.compile(r"(?P<layer>.*?\blayers\.\d+\.)(?P<parent>.+)\.(?P<leaf>[^.]+)\Z")
+_LAYER_NUMBER = re.compile(r"\Amodel\.layers\.\d+\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _MOE_BLOCK = re.compile(r"\.mlp(?P<rest>\.experts\.(?:\d+|\{expert\})\.(?P<leaf>gate_proj|up_proj|down_proj)|\.gate)\Z")
 
@@ -173,6 +175,6 @@ class ModuleIndex:
         return ExpertParts(found[0][0], tuple(part for _, part in found))
 
     def describe(self) -> str:
-        """What this base can adapt, for a refusal."""
-        leaves = sorted({name.rpartition(".")[2] for name in self._places})
-        return f"a projection of {self._card.name} ({self._card.num_layers} layers; {', '.join(leaves)})"
+        """What this base can adapt, for a refusal: by its place in a layer, for experts and MLPs have like names."""
+        within = sorted({_LAYER_NUMBER.sub("", name) for name in self._places})
+        return f"a projection of {self._card.name} ({self._card.num_layers} layers of {', '.join(within)})"

@@ -17,7 +17,6 @@ DoRA, m [out] beside a dense pair: the base's output is scaled too, row by row (
 """
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from infinilora.protocol.adapter import BaseCard, Site, SiteGeometry
 from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.original_dora import Lengths, Scaling
 from infinilora.weights.original_rows import Rows, is_of_rows
+from infinilora.weights.original_scale import Scales
 from infinilora.weights.tensorfile import NUMPY_DTYPES, Array
 
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
@@ -88,8 +88,7 @@ class Original:
         self._first = _first_values(directory, str(self._config.get("init_lora_weights")), card)
         self._lengths = Lengths(facts)
         self._rows = Rows(self._config, self._header, card, facts)
-        patterns = {} if self._is_mlx else self._config.get("alpha_pattern") or {}
-        self._alphas = [(re.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in patterns.items()]
+        self._scales = Scales(self._config, is_mlx=self._is_mlx)
 
     def places(self) -> dict[tuple[int, Site], list[str]]:
         """The modules of the file by the site they act at."""
@@ -99,23 +98,34 @@ class Original:
             found[site.layer, site.site].append(module)
         return found
 
-    def term(self, module: str) -> Term:
-        """What one module's pair adds. Reads its tensors."""
+    def terms(self, module: str) -> list[Term]:
+        """What one module's pair adds: a term, or one for each of its parts that has a scale of its own."""
         pair = self._pairs[module]
         a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
         if self._container(module):
-            return self._flattened_term(module, a, b)
+            return [self._flattened_term(module, a, b)]
         if self._is_mlx:
             a, b = a.T, b.T
         if a.ndim == 2:
             a, b = a[None], b[None]
-        scale, spot = self._scale(_said(module), a.shape[1]), self._spot(module)
-        bias = self._tensor(pair["BIAS"]) if "BIAS" in pair else None
-        scaling = self._scaling(pair, spot, scale) if "M" in pair else None
-        return Term(spot, scale, a, b, bias, scaling)
+        said, spot = _said(module), self._spot(module)
+        parts = dict(_parts(said, spot))
+        if not self._scales.means_parts(said, list(parts)):
+            parts = {said: spot}
+        return [self._term(pair, a, b, (spot, part), self._scales.of(name, a.shape[1])) for name, part in parts.items()]
 
-    def _scaling(self, pair: dict[str, str], spot: Spot, scale: float) -> Scaling:
-        """Of every projection in the span, as the base's own weights make it."""
+    def _term(self, pair: dict[str, str], a: Array, b: Array, spots: tuple[Spot, Spot], scale: float) -> Term:
+        """Of the second spot, out of a pair of the first; a [n, r, in], b [n, out, r]."""
+        whole, spot = spots
+        rows = slice(spot.begin - whole.begin, spot.end - whole.begin)
+        if whole.expert is None and spot.expert is not None:
+            a, b = (stack[spot.expert % len(stack)][None] for stack in (a, b))
+        bias = self._tensor(pair["BIAS"])[rows] if "BIAS" in pair else None
+        scaling = self._scaling(pair, spot, rows, scale) if "M" in pair else None
+        return Term(spot, scale, a, b[:, rows], bias, scaling)
+
+    def _scaling(self, pair: dict[str, str], spot: Spot, rows: slice, scale: float) -> Scaling:
+        """Of every projection in the span, as the base's own weights make it; `rows`: the span's in the pair."""
         a, b = self._raw(pair["A"]), self._raw(pair["B"])
         if self._is_mlx:
             a, b = a.T, b.T
@@ -124,7 +134,7 @@ class Original:
             for part in spot.site.parts
             if spot.begin <= part.out_offset < spot.end
         ]
-        return self._lengths.scaling(modules, self._tensor(pair["M"]), (a, b), scale)
+        return self._lengths.scaling(modules, self._tensor(pair["M"])[rows], (a, b[rows]), scale)
 
     def row_terms(self) -> dict[tuple[int, Site], Term]:
         """What replaced rows of the embedding and the head add, by place."""
@@ -134,12 +144,10 @@ class Original:
             found[spot.site.layer, spot.site.site] = Term(spot, 1.0, rows.a[None], rows.b[None])
         return found
 
-    def taken_out(self, module: str) -> Term | None:
-        """What training took out of the base before it began with this module, as a term of its own."""
-        if self._first is None:
-            return None
-        term = self._first.term(module)
-        return term._replace(scale=-term.scale)
+    def taken_out(self, module: str) -> list[Term]:
+        """What training took out of the base before it began with this module, as terms of its own."""
+        terms = [] if self._first is None else self._first.terms(module)
+        return [term._replace(scale=-term.scale) for term in terms]
 
     # Tensors
 
@@ -208,27 +216,10 @@ class Original:
         by_expert = a.reshape(site.num_experts, -1, a.shape[1])
         b_by_expert = b.reshape(b.shape[0], -1, site.num_experts).transpose(2, 0, 1)
         parameter = "gate_up_proj" if site.site is Site.MOE_GATE_UP else "down_proj"
-        scale = self._scale(f"{_bare(_said(module))}.{parameter}", by_expert.shape[1])
+        scale = self._scales.of(f"{_bare(_said(module))}.{parameter}", by_expert.shape[1])
         if is_crossed:
             by_expert, b_by_expert = b_by_expert.transpose(0, 2, 1), by_expert.transpose(0, 2, 1)
         return Term(Spot(site, None, 0, site.out_dim), scale, by_expert, b_by_expert)
-
-    # Scale
-
-    def _scale(self, module: str, rank: int) -> float:
-        if self._is_mlx:
-            return float(self._config["lora_parameters"]["scale"])
-        alpha = self._config.get("lora_alpha")
-        alpha = 8.0 if alpha is None else alpha
-        name = self._key(module)
-        alpha = next((value for pattern, value in self._alphas if pattern.match(name)), alpha)
-        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-
-    def _key(self, module: str) -> str:
-        """What patterns are held against: the module, or its weight where that is what the config targets."""
-        weight = f"{module}.weight"
-        targets = self._config.get("target_parameters") or ()
-        return weight if any(f".{weight}".endswith(f".{target}") for target in targets) else module
 
     def _untold(self, what: str, why: str) -> AdapterInvalid:
         return AdapterInvalid(f"{self._path.name}: {what}: found {why}; wanted one that the self-test can read too")
@@ -299,6 +290,20 @@ def _named(site: SiteGeometry, parent: str, leaf: str, span: tuple[int, int]) ->
                     yield f"{container.removesuffix('.experts')}.{name}", Spot(site, None, *span)
             else:
                 yield f"{where}.{name}".removeprefix("."), Spot(site, 0, *span)
+
+
+def _parts(module: str, spot: Spot) -> Iterator[tuple[str, Spot]]:
+    """The projections that a module stands for, by the names that it would have for each alone."""
+    parent = module.rpartition(".")[0]
+    parts = [part for part in spot.site.parts if spot.begin <= part.out_offset < spot.end]
+    is_stack = spot.site.num_experts > 0 and spot.expert is None
+    if is_stack and parent.rpartition(".")[2] != "experts":
+        parent += ".experts"
+    for part in parts if is_stack or len(parts) > 1 else ():
+        span = part.out_offset, part.out_offset + part.out_dim
+        name = part.module.rpartition(".")[2]
+        for expert in range(spot.site.num_experts) if is_stack else (spot.expert,):
+            yield f"{parent}.{expert}.{name}" if is_stack else f"{parent}.{name}", Spot(spot.site, expert, *span)
 
 
 def _containers(card: BaseCard) -> dict[str, list[SiteGeometry]]:

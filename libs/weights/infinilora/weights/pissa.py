@@ -11,6 +11,7 @@ LoftQ is none of these: it also rounded the base, and the difference of the pair
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
+from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.names import EMBED, HEAD
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE, LoraConfig, LoraRules, checked_rules
 from infinilora.weights.tensorfile import Array, TensorFile, TensorInfo, open_tensors
@@ -140,8 +143,25 @@ def doubled(rules: LoraRules, first: LoraRules, place: str) -> LoraRules:
             lora_alpha=gain * config.lora_alpha,
             rank_pattern={pattern: 2 * rank for pattern, rank in config.rank_pattern.items()},
             alpha_pattern={pattern: 2 * alpha for pattern, alpha in config.alpha_pattern.items()},
-        )
+        ),
+        others=rules.others,
     )
+
+
+def check_head(file: TensorFile, card: BaseCard, modules: Collection[str]) -> None:
+    """Raise AdapterInvalid where training took first values out of a head that is also the embedding.
+
+    What it took out of the embedding is in no pair, and PEFT's own conversion leaves it out. `modules`: with pairs.
+    """
+    table = card.tables.get(HEAD)
+    if isinstance(file, Began) and HEAD in modules and table is not None and table == card.tables.get(EMBED):
+        raise invalid(
+            file.name,
+            f"a pair on {HEAD}",
+            found=f"one that began with a part of it ({_INIT}), where {card.name} ties it to its embedding: training "
+            "took that part out of both",
+            wanted=f"{HEAD} left out of target_modules, or an adapter that began plainly",
+        )
 
 
 def refuse_unconverted(own: TensorFile, place: Path) -> None:

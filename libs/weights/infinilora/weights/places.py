@@ -5,6 +5,8 @@ nothing of how a plan is packed.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.weights.absent import OUTER_SITES
@@ -12,11 +14,12 @@ from infinilora.weights.dora import Magnitude, check_magnitude
 from infinilora.weights.fused import OneGeneration, container_of, establish
 from infinilora.weights.joined import Joined, join_of
 from infinilora.weights.keys import Halves, pairs_of
-from infinilora.weights.names import FileNames, ModuleIndex, Place
+from infinilora.weights.names import FileNames, ModuleIndex, Place, canonical
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.plan import ALL, Bias, Pair
 from infinilora.weights.refuse import invalid, listed
 from infinilora.weights.rules import CONFIG_FILE, Terms
+from infinilora.weights.spelling import OneSpelling
 from infinilora.weights.stacked import Stacked, stack_of
 
 PartKey = tuple[int, Site, int]
@@ -27,20 +30,36 @@ Found = dict[PartKey, dict[int, Scaled]]
 """Pair and scale of each block (expert; 0 in a dense site) of each part."""
 
 
+class _Rows(NamedTuple):
+    """A part by its number, its rows of a module's vectors, its scale."""
+
+    part: int
+    rows: slice
+    scale: float
+
+
 class Places:
     """Where each pair of an adapter belongs. Between calls: what was found, and the modules that nothing targets."""
 
-    def __init__(self, adapter: PeftAdapter, index: ModuleIndex) -> None:
+    def __init__(self, adapter: PeftAdapter, index: ModuleIndex, spelling: OneSpelling) -> None:
+        """`spelling`: of what was in the file beside the pairs."""
         self._file, self._rules, self._index = adapter.tensors, adapter.rules, index
-        self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx)
+        self._pairs = pairs_of(self._file.name, self._file.tensors, is_mlx=adapter.is_mlx, spelling=spelling)
         self._found: Found = defaultdict(dict)
         self._untargeted: list[str] = []
         self._generation = OneGeneration()
         self.names = FileNames.of(self._pairs)
+        self.keys: list[str] = []
+        """The names by which ranks and scales of modules were asked."""
         self.biases: dict[PartKey, Bias] = {}
         """Of dense parts, scaled as their pairs are."""
         self.magnitudes: dict[PartKey, Magnitude] = {}
         """Of dense parts, with use_dora: of all that there are."""
+
+    @property
+    def modules(self) -> Set[str]:
+        """All that have pairs, by their names of today."""
+        return {canonical(module) for module in self._pairs}
 
     def all(self) -> Found:
         """Every pair in its place. Raises AdapterInvalid where one has none, or where two have the same."""
@@ -100,40 +119,49 @@ class Places:
                 self._add((fused.geometry.layer, fused.geometry.site, number), expert, pair, fused.scale)
 
     def _place_single(self, module: str, halves: Halves, place: Place) -> None:
-        if (terms := self._terms(module)) is None:
-            return
-        site, part = place.geometry, place.geometry.parts[place.part]
-        self._refuse_tying(module, halves, site.site)
-        self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
-        pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
-        self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
-        self._add_vectors(halves, site, part.out_dim, {place.part: ALL}, terms.scale)
+        for terms in self._terms(module):
+            site, part = place.geometry, place.geometry.parts[place.part]
+            self._refuse_tying(module, halves, site.site)
+            self._check_shapes(halves, terms.rank, site.in_dim, part.out_dim)
+            pair = Pair(halves.a_cut(), halves.bt_cut(), rank=terms.rank)
+            self._add((site.layer, site.site, place.part), place.expert or 0, pair, terms.scale)
+            self._add_vectors(halves, site, part.out_dim, [_Rows(place.part, ALL, terms.scale)])
 
     def _place_joined(self, module: str, halves: Halves, join: Joined) -> None:
-        if (terms := self._terms(module, join.names)) is None:
+        if not (terms := self._terms(module, join.names)):
             return
         site = join.geometry
-        self._check_shapes(halves, terms.rank, site.in_dim, site.out_dim)
+        for rank in {term.rank for term in terms}:
+            self._check_shapes(halves, rank, site.in_dim, site.out_dim)
+        scales = [term.scale for term in terms]
         for number, pair in join.pairs(self._file, halves):
-            self._add((site.layer, site.site, number), join.expert or 0, pair, terms.scale)
-        rows = {n: slice(p.out_offset, p.out_offset + p.out_dim) for n, p in enumerate(site.parts)}
-        self._add_vectors(halves, site, site.out_dim, rows, terms.scale)
+            self._add((site.layer, site.site, number), join.expert or 0, pair, scales[number])
+        rows = [
+            _Rows(number, slice(part.out_offset, part.out_offset + part.out_dim), scale)
+            for number, (part, scale) in enumerate(zip(site.parts, scales, strict=True))
+        ]
+        self._add_vectors(halves, site, site.out_dim, rows)
 
     def _place_stacked(self, module: str, halves: Halves, stack: Stacked) -> None:
-        if (terms := self._terms(module, stack.names(), container=stack.container)) is None:
+        names = stack.names()
+        if not (terms := self._terms(module, names, container=stack.container)):
             return
         self._refuse_vectors(halves)
         site = stack.experts.geometry
-        stack.check_shapes(self._file, halves, terms.rank)
-        for number, expert, pair in stack.pairs(self._file, halves):
-            self._add((site.layer, site.site, number), expert, pair, terms.scale)
+        for rank in {term.rank for term in terms}:
+            stack.check_shapes(self._file, halves, rank)
+        scales = [term.scale for term in terms]
+        for (number, expert, pair), scale in zip(stack.pairs(self._file, halves), scales, strict=True):
+            self._add((site.layer, site.site, number), expert, pair, scale)
 
-    def _terms(self, module: str, parts: tuple[str, ...] = (), *, container: str = "") -> Terms | None:
-        """None, and kept for the refusal, where the configuration does not target the module."""
-        terms = self._rules.terms(module, parts, container=container)
-        if terms is None:
+    def _terms(self, module: str, parts: Sequence[str] = (), *, container: str = "") -> list[Terms]:
+        """Of each part, or of the whole; nothing, and kept for the refusal, where the configuration has no target."""
+        keys = self._rules.keys(module, parts, container=container)
+        if not keys:
             self._untargeted.append(module)
-        return terms
+        self.keys += keys
+        terms = [self._rules.terms(key) for key in keys]
+        return terms * len(parts) if len(terms) == 1 and parts else terms
 
     def _refuse_tying(self, module: str, halves: Halves, site: Site) -> None:
         """One pair that was trained for embedding and head at once; here each has its own."""
@@ -167,9 +195,7 @@ class Places:
                 hint = ", transposed?" if found == wanted[::-1] else ""
                 raise invalid(self._file.name, f"tensor {key} shape", found=f"{list(found)}{hint}", wanted=list(wanted))
 
-    def _add_vectors(
-        self, halves: Halves, site: SiteGeometry, out_dim: int, rows: dict[int, slice], scale: float
-    ) -> None:
+    def _add_vectors(self, halves: Halves, site: SiteGeometry, out_dim: int, parts: list[_Rows]) -> None:
         """Give each part its rows of the module's bias and magnitude."""
         if site.num_experts:
             self._refuse_vectors(halves)
@@ -177,13 +203,13 @@ class Places:
             shape = (out_dim,) if vector is None else self._file.tensors[vector].shape
             if shape != (out_dim,):
                 raise invalid(self._file.name, f"tensor {vector} shape", found=list(shape), wanted=[out_dim])
-        for number, part_rows in rows.items():
-            key = site.layer, site.site, number
+        for part, rows, scale in parts:
+            key = site.layer, site.site, part
             if halves.bias is not None:
-                self.biases[key] = Bias(halves.bias, scale, part_rows)
+                self.biases[key] = Bias(halves.bias, scale, rows)
             if halves.magnitude is not None:
-                pair = halves.a_cut(), halves.bt_cut(part_rows)
-                self.magnitudes[key] = Magnitude(halves.magnitude, *pair, scale, part_rows)
+                pair = halves.a_cut(), halves.bt_cut(rows)
+                self.magnitudes[key] = Magnitude(halves.magnitude, *pair, scale, rows)
 
     def _refuse_vectors(self, halves: Halves) -> None:
         """Of experts neither kind of vector is served."""

@@ -159,11 +159,16 @@ def fill(part: PartPlan, block: int, file: TensorFile, a: Array, bt: Array) -> N
         bt[...] = 0
         return
     a[: pair.rank] = pair.a.read(file)
+    bt[: pair.rank] = packed_bt(part, pair, file)
+    a[pair.rank :] = 0
+    bt[pair.rank :] = 0
+
+
+def packed_bt(part: PartPlan, pair: Pair, file: TensorFile) -> Array:
+    """[rank, out]: the file's, or fp32 with what goes into it."""
     factor = pair.bt.read(file)
     if pair.gain != 1.0:
         factor = factor.astype(np.float32) * np.float32(pair.gain)
     if part.dora is not None:
         factor = factor.astype(np.float32) * part.dora.factors
-    bt[: pair.rank] = factor
-    a[pair.rank :] = 0
-    bt[pair.rank :] = 0
+    return factor

@@ -23,16 +23,15 @@ from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.weights.copies import is_table
 from infinilora.weights.facts import Facts
 from infinilora.weights.factsfile import MAX_ROWS
-from infinilora.weights.keys import plain_module
-from infinilora.weights.names import canonical
+from infinilora.weights.names import EMBED, HEAD, canonical
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.plan import Pair
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE, LoraConfig
+from infinilora.weights.spelling import OneSpelling, plain_module
 from infinilora.weights.tensorfile import Array, TensorFile
 
-EMBED, HEAD = "model.embed_tokens", "lm_head"
-_TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?\Z")
+_TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?\Z")
 _WHOLE = re.compile(r"(?P<module>.+)\.weight\Z")
 
 PartKey = tuple[int, Site, int]
@@ -78,13 +77,12 @@ class Replaced:
     # What is there -------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, adapter: PeftAdapter, card: BaseCard, *, max_rank: int) -> "Replaced":
+    def of(cls, adapter: PeftAdapter, card: BaseCard, spelling: OneSpelling, *, max_rank: int) -> "Replaced":
         """Find it and check it, as far as that needs no weights. Raises AdapterInvalid."""
         found = cls(adapter.tensors, adapter.rules.config, card, min(max_rank, MAX_ROWS))
         for key in () if adapter.is_mlx else sorted(found.file.tensors):
-            found._note(key)
+            found._note(key, spelling)
         found.indices.update(_indices(found.config, card))
-        found._check_spelling()
         found._check_saved()
         found._check_tokens()
         return found
@@ -98,13 +96,14 @@ class Replaced:
         """Module by its place, of all that has tensors."""
         return {self._place(module): module for module in (EMBED, HEAD) if module in self.tables | self.tokens}
 
-    def _note(self, key: str) -> None:
+    def _note(self, key: str, spelling: OneSpelling) -> None:
         kind, match = self.tokens, _TOKENS.match(key)
         if match is None:
             kind, match = self.tables, _WHOLE.match(key)
         module = _meant(match["module"]) if match else None
-        if module is None:
+        if match is None or module is None:
             return
+        spelling.module(key, match["module"], adapter=None if kind is self.tables else match["adapter"] or "")
         width, shape = self.card.hidden_dim, self.file.tensors[key].shape
         if kind is self.tables and shape != (self.card.vocab_size, width):
             raise invalid(
@@ -119,19 +118,6 @@ class Replaced:
         if module in kind:
             raise invalid(self.file.name, f"tensors {kind[module]} and {key}", found=f"both of {module}", wanted="one")
         kind[module] = key
-
-    def _check_spelling(self) -> None:
-        """Names that begin otherwise than those of the LoRA halves PEFT would silently drop."""
-        lora = next((key for key in sorted(self.file.tensors) if ".lora_" in key), None)
-        wanted = lora and plain_module(lora.partition(".lora_")[0])[1]
-        for key in (*self.tables.values(), *self.tokens.values()):
-            if lora and (prefix := plain_module(key)[1]) != wanted:
-                raise invalid(
-                    self.file.name,
-                    f"tensors {lora} and {key}",
-                    found=f"names that begin with {wanted!r} and {prefix!r} in one file",
-                    wanted="one of them (PEFT's own names begin with 'base_model.model.')",
-                )
 
     def _check_saved(self) -> None:
         """Every whole module that the configuration names is one of the two, and there."""

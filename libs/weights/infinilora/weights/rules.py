@@ -9,21 +9,20 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
+from infinilora.protocol.adapter import AdapterWarning
 from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.patterns import Matcher
-from infinilora.weights.refuse import invalid
+from infinilora.weights.readings import TODAY, Reading, other_readings, reading_of
+from infinilora.weights.refuse import invalid, listed
 
 CONFIG_FILE = "adapter_config.json"
-Number = TypeVar("Number", int, float)
 Readings = Callable[[Iterable[bool]], bool]
 """`any` or `all`: of PEFT's two readings of a layer's number."""
 
-_SUFFIX = r"(.*\.)?({})$"
-"""PEFT's form of a key of rank_pattern and alpha_pattern: the whole name, or what follows a dot in it."""
 _LAYER = (r"(?:^|.*?\.){}\.(?P<layer>\d+)\.", r"(?:^|.*\.){}\.(?P<layer>\d+)\.")
 """A module's layer as PEFT reads it today (the first number), and as it did until 0.18 (the last: an expert's)."""
 _ANY_LIST = "[^.]*"
@@ -81,6 +80,9 @@ class LoraRules:
 
     config: LoraConfig
     matcher: Matcher
+    reading: Reading = TODAY
+    others: tuple[Reading, ...] = ()
+    """How else the patterns may have been read when the file was trained."""
 
     @cached_property
     def _target_names(self) -> _Names:
@@ -96,31 +98,55 @@ class LoraRules:
 
     def rank(self, module: str) -> int:
         """The rank of a module (or of a parameter, by its own name)."""
-        return self._by_pattern(self.config.rank_pattern, module, self.config.r)
+        return self.terms(module).rank
 
     def scale(self, module: str) -> float:
-        """What multiplies B·A: alpha / rank, or alpha / sqrt(rank) for rsLoRA. The one place it is computed."""
-        return self._terms(module).scale
+        """What multiplies B·A: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        return self.terms(module).scale
 
-    def _terms(self, key: str) -> Terms:
-        alpha = self._by_pattern(self.config.alpha_pattern, key, self.config.lora_alpha)
-        rank = self.rank(key)
-        return Terms(rank, alpha / math.sqrt(rank) if self.config.use_rslora else alpha / rank)
+    def terms(self, key: str) -> Terms:
+        """Rank and scale by the name that patterns are held against."""
+        return self._terms(self.reading, self.matcher, key)
 
-    def terms(self, module: str, parts: Sequence[str] = (), *, container: str = "") -> Terms | None:
-        """Rank and scale of a module; None where nothing targets it: PEFT would silently drop its tensors.
+    def _terms(self, reading: Reading, matcher: Matcher, key: str) -> Terms:
+        """The one place where a scale is computed."""
+        config = self.config
+        rank, alpha = reading.given(matcher, config.rank_pattern, config.alpha_pattern, key)
+        rank = config.r if rank is None else rank
+        alpha = config.lora_alpha if alpha is None else alpha
+        return Terms(rank, alpha / math.sqrt(rank) if config.use_rslora else alpha / rank)
 
-        A module that stands for several `parts` is also a target where all of them are, with like terms; one that
-        is a parameter of `container`, where its own name is a parameter's, or the container is a target.
+    def keys(self, module: str, parts: Sequence[str] = (), *, container: str = "") -> tuple[str, ...]:
+        """The names by which rank and scale of a module are asked; none where nothing targets it: PEFT would drop it.
+
+        One: the module's own; that of a parameter of `container`, where the configuration lists it or targets the
+        container. One for each of several `parts` that the module stands for, where all of those are targets.
         """
         key = self.target_key(module)
         if key is None and container and (self.names_parameter(module) or self.target_key(container)):
             key = module
         if key:
-            return self._terms(key)
-        keys = [self.target_key(part) for part in parts]
-        terms = {self._terms(key) for key in keys if key}
-        return terms.pop() if all(keys) and len(terms) == 1 else None
+            return (key,)
+        keys = tuple(key for part in parts if (key := self.target_key(part)))
+        return keys if len(keys) == len(parts) else ()
+
+    def doubts(self, keys: Iterable[str]) -> tuple[AdapterWarning, ...]:
+        """A warning where modules of these keys would have another scale by another reading, and none another rank.
+
+        A reading that gives another rank to a tensor of the file is none of the file's.
+        """
+        names = dict.fromkeys(keys)
+        for reading in self.others:
+            matcher = Matcher(CONFIG_FILE)
+            try:
+                differing = {name: (self.terms(name), self._terms(reading, matcher, name)) for name in names}
+            except AdapterInvalid:
+                continue  # a pattern that its form makes no expression of, or an endless one: nobody trained by it
+            if all(ours.rank == theirs.rank for ours, theirs in differing.values()):
+                told = [f"{n}: {o.scale:.6g}, not {t.scale:.6g}" for n, (o, t) in differing.items() if o != t]
+                if told:
+                    return (_doubt(reading, told),)
+        return ()
 
     def target_key(self, module: str) -> str | None:
         """The name by which PEFT targets this module, or None.
@@ -183,9 +209,13 @@ class LoraRules:
         found = [self.matcher.first(lists, form, module) for form in _LAYER]
         return readings(number is not None and int(number[1]["layer"]) in layers for number in found)
 
-    def _by_pattern(self, patterns: dict[str, Number], key: str, default: Number) -> Number:
-        found = self.matcher.first(patterns, _SUFFIX, key) if patterns else None
-        return patterns[found[0]] if found else default
+
+def _doubt(reading: Reading, told: list[str]) -> AdapterWarning:
+    text = (
+        f"patterns of rank and alpha are read as PEFT reads them since 0.15, for {CONFIG_FILE} has no peft_version; "
+        f"if a PEFT {reading.when} trained it, the scales of {len(told)} modules were others: {listed(told)}"
+    )
+    return AdapterWarning(code="patterns_in_doubt", text=text, count=len(told))
 
 
 def _names(listed: str | list[str] | None) -> _Names:
@@ -251,7 +281,7 @@ def rules_of(config: dict[str, Any]) -> LoraRules:
         fields = msgspec.convert(_plain(config), LoraConfig)
     except (msgspec.ValidationError, OverflowError) as error:
         raise _misfit(error) from error
-    return checked_rules(fields)
+    return checked_rules(fields, others=other_readings(config.keys()))
 
 
 def _misfit(error: Exception) -> AdapterInvalid:
@@ -312,8 +342,9 @@ def _refuse_unserved(config: dict[str, Any]) -> None:
         raise invalid(CONFIG_FILE, f"{key:.200}", found=f"{value!r:.200} ({reason})", wanted="it unset")
 
 
-def checked_rules(config: LoraConfig) -> LoraRules:
+def checked_rules(config: LoraConfig, *, others: tuple[Reading, ...] = ()) -> LoraRules:
     """The rules of a configuration whose ranks, alphas and patterns hold. Raises AdapterInvalid."""
+    reading = reading_of(config.peft_version)
     if config.use_dora and config.lora_bias:
         raise invalid(CONFIG_FILE, "lora_bias", found="true, and use_dora as well", wanted="one of them, as in PEFT")
     for key, rank in [("r", config.r), *config.rank_pattern.items()]:
@@ -324,11 +355,12 @@ def checked_rules(config: LoraConfig) -> LoraRules:
             raise invalid(CONFIG_FILE, f"alpha {key:.200}", found=alpha, wanted="a finite number of single precision")
     matcher = Matcher(CONFIG_FILE)
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        matcher.check(pattern, _SUFFIX)
+        matcher.check(pattern, reading.form)
     for targets in (config.target_modules, config.exclude_modules):
         if isinstance(targets, str):
             matcher.check(targets)
     for pattern in _layer_lists(config):
         for form in _LAYER:
             matcher.check(pattern, form)
-    return LoraRules(config, matcher)
+    has_patterns = config.rank_pattern or config.alpha_pattern
+    return LoraRules(config, matcher, reading, others if has_patterns else ())

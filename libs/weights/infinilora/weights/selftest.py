@@ -80,9 +80,8 @@ def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None 
             site = geometry[place]
             x, compared = _fixed_inputs(site.in_dim), _empty(site)
             for module in modules.get(place, ()):
-                _add_wanted(original.term(module), x, compared)
-                if taken := original.taken_out(module):
-                    _add_wanted(taken, x, compared)
+                for term in (*original.terms(module), *original.taken_out(module)):
+                    _add_wanted(term, x, compared)
             if place in rows:
                 _add_wanted(rows[place], x, compared)
             if place in ranges:

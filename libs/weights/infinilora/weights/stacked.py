@@ -38,8 +38,8 @@ class Stacked:
         return sum(self.experts.geometry.parts[part].out_dim for part in self.experts.parts)
 
     def names(self) -> tuple[str, ...]:
-        """The projections of the experts one by one, under which a configuration may target them."""
-        return tuple(f"{self.container}.{e}.{leaf}" for e in range(self.num_experts) for leaf in self.leaves)
+        """The projections of the experts one by one, by which they may be targets; in the order of `pairs`."""
+        return tuple(f"{self.container}.{e}.{leaf}" for leaf in self.leaves for e in range(self.num_experts))
 
     def check_shapes(self, file: TensorFile, halves: Halves, rank: int) -> None:
         """Raise AdapterInvalid, naming the layout, unless both tensors have the planes of these experts."""

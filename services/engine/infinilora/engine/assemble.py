@@ -84,7 +84,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     )
     source = _source(options, spec)
     name = options.served_name or options.directory.resolve().name
+    hashing = time.perf_counter()
     card = base_card(spec, source, directory=options.directory, name=name, max_len=sizes.max_model_len)
+    hashing_s = time.perf_counter() - hashing
     weights = load_weights(spec, source, ops, max_len=sizes.max_model_len)
     kv = KvCache.allocate(
         spec, num_blocks=sizes.num_blocks, block_size=sizes.block_size, device=ops.device, dtype=ops.dtype
@@ -99,6 +101,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
             "kv_blocks": sizes.num_blocks,
             "kv_block_tokens": sizes.block_size,
             "kv_bytes": sizes.kv_bytes,
+            "seconds_hashing": round(hashing_s, 2),
             "seconds": round(time.perf_counter() - started, 2),
         },
     )

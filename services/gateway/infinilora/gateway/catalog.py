@@ -14,9 +14,10 @@ from infinilora.gateway.names import AdapterRef, BaseRef, parse_model, parse_tar
 from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
 from infinilora.gateway.versions import current_version, version_of
-from infinilora.protocol.adapter import AdapterRecord, AliasRecord, VersionRecord
+from infinilora.protocol.adapter import FINGERPRINT_VERSION, AdapterRecord, AliasRecord, BaseCard, VersionRecord
 from infinilora.protocol.errors import (
     AdapterForbidden,
+    AdapterInvalid,
     AdapterNotFound,
     Conflict,
     InvalidRequest,
@@ -115,6 +116,22 @@ class Catalog:
                 raise ModelNotFound(f"base model '{ref.name[:80]}' is not served", param="model")
             return Target(requested=model, base=base)
         return self._adapter(model, ref, tenant)
+
+    def check_base(self, target: Target, card: BaseCard) -> None:
+        """Raise AdapterInvalid for an adapter of a base that no engine will ever have again.
+
+        Engines that sampled their weights gave unlike bases one fingerprint, so nobody can tell by it which of today's
+        an adapter was proven for. It is served as long as such an engine is alive.
+        """
+        is_outdated = card.fingerprint_version < FINGERPRINT_VERSION
+        if target.digest is None or not is_outdated or target.base in self._fleet.served().values():
+            return
+        raise AdapterInvalid(
+            f"adapter '{target.name}' was registered for base model '{card.name}' by a fingerprint of version "
+            f"{card.fingerprint_version}, which does not cover all weights; wanted {FINGERPRINT_VERSION}: delete it "
+            "and register it again",
+            param="model",
+        )
 
     def find(self, tenant: str, name: str) -> Found:
         """An adapter, also by an alias. Raises AdapterNotFound."""

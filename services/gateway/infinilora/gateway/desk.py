@@ -92,6 +92,7 @@ class Desk:
         body = read_body(kind, raw)
         target = self._catalog.resolve(body.model, caller.tenant)
         base = await self._shelf.get(target.base)
+        self._catalog.check_base(target, base.card)
         limits = Limits(time.monotonic() + self._times.request_s, self._times.patience_s)
         return await make(body, request_id=caller.request_id, target=target, base=base, limits=limits)
 

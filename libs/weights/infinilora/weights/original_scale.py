@@ -1,0 +1,67 @@
+"""What multiplies a pair, read a second time: the self-test's own road from a config to alpha / rank.
+
+Knows which PEFT read patterns in which way, and which of a fused module's names the config means; not the rules that
+packing goes by. Takes ranks from shapes.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DEFAULT_ALPHA = 8.0
+
+
+class Scales:
+    """The scales of one config of PEFT, or the one scale of MLX's."""
+
+    def __init__(self, config: Mapping[str, Any], *, is_mlx: bool) -> None:
+        self._config = config
+        self._mlx = float(config["lora_parameters"]["scale"]) if is_mlx else None
+        self._alphas: dict[str, float] = {} if is_mlx else dict(config.get("alpha_pattern") or {})
+        ranks = [] if is_mlx else list(config.get("rank_pattern") or ())
+        version = [int(number) for number in re.findall(r"\d+", config.get("peft_version") or "")[:2]]
+        self._is_old = bool(version) and version < [0, 15]
+        before = [] if not version or version >= [0, 14] else ranks  # an alpha was taken by the rank's own key
+        wrap = r".*\.{}$" if self._is_old else r"(.*\.)?({})$"
+        self._keys = [(re.compile(wrap.replace("{}", key)), key) for key in (*before, *self._alphas)]
+
+    def of(self, module: str, rank: int) -> float:
+        """Alpha / rank, or alpha / sqrt(rank), by the module's name in the trainer's model."""
+        if self._mlx is not None:
+            return self._mlx
+        name = self._parameter(module)
+        key = next((key for pattern, key in self._keys if pattern.match(name)), name if self._is_old else None)
+        alpha = self._config.get("lora_alpha")
+        alpha = _DEFAULT_ALPHA if alpha is None else alpha
+        alpha = alpha if key is None else self._alphas.get(key, alpha)
+        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def means_parts(self, module: str, parts: Sequence[str]) -> bool:
+        """Whether the config targets what a fused module stands for, and not the module itself."""
+        if self._mlx is not None or not parts:
+            return False
+        return not self._targets(module) and all(map(self._targets, parts))
+
+    def _parameter(self, module: str) -> str:
+        """What patterns are held against: the module, or its weight where that is what the config targets."""
+        weight = f"{module}.weight"
+        return weight if _ends(weight, self._config.get("target_parameters") or ()) else module
+
+    def _targets(self, module: str) -> bool:
+        targets, parameters = self._config.get("target_modules"), self._config.get("target_parameters") or ()
+        if _ends(module, parameters) or _ends(f"{module}.weight", parameters):
+            return True
+        if _is_meant(module, self._config.get("exclude_modules") or ()):
+            return False
+        if targets is None or targets == "":
+            return targets is None and not parameters
+        return str(targets).lower() == "all-linear" or _is_meant(module, targets)
+
+
+def _is_meant(name: str, by: str | Sequence[str]) -> bool:
+    return re.fullmatch(by, name) is not None if isinstance(by, str) else _ends(name, by)
+
+
+def _ends(name: str, tails: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{tail}") for tail in tails)
