@@ -104,7 +104,7 @@ def with_bias(bound: Mapping[int, SiteWeights], slots: set[int]) -> dict[int, Si
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, *, accumulate: bool) -> None:
+def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, level: int, *, accumulate: bool) -> None:
     bound = with_bias(make_bound(dtype), {1, 2, 5})
     kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
     x, ground = torch.randn(NUM_ROWS, IN_DIM), torch.randn(NUM_ROWS, OUT_DIM) if accumulate else torch.zeros(1)
@@ -135,27 +135,34 @@ def test_a_bias_of_experts_or_of_another_width_or_dtype_is_refused() -> None:
         kernels.bind(0, 0, MOE_DOWN, (replace(experts, bias=torch.zeros(6)),), 8, 6)
 
 
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])
 @pytest.mark.parametrize(("first", "width"), [(0, OUT_DIM), (0, 1), (7, 60), (90, 40), (OUT_DIM - 30, 30)])
-def test_a_slice_of_columns_is_that_slice_of_the_site(first: int, width: int) -> None:
-    bound = with_bias(make_bound(torch.float32), {2})
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_slice_of_columns_is_that_slice_of_the_site(
+    dtype: torch.dtype, first: int, width: int, *, is_native: bool
+) -> None:
+    bound = with_bias(make_bound(dtype), {2})
     kernels = make_kernels(bound, Site.LM_HEAD, IN_DIM, OUT_DIM)
+    kernels._library = kernels._library if is_native else None
     x, out = torch.randn(NUM_ROWS, IN_DIM), poisoned(NUM_ROWS, width)
     kernels.dense_columns(1, Site.LM_HEAD, segment_table(SEGMENTS), x, out, first=first)
     wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
     assert largest_error(out, wanted[:, first : first + width]) < 2e-5
 
 
-def test_an_embedding_adds_the_expanded_column_of_each_token() -> None:
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])
+def test_an_embedding_adds_the_expanded_column_of_each_token(*, is_native: bool) -> None:
     rng, vocab, hidden = torch.Generator().manual_seed(5), 50, 24
     bound = {
         slot: lora_maths.random_site(rng, (rank,), (hidden,), in_dim=vocab, dtype=dtype)
-        for slot, (rank, dtype) in enumerate([(3, torch.float32), (8, torch.bfloat16)])
+        for slot, (rank, dtype) in enumerate([(3, torch.float32), (8, torch.bfloat16), (2, torch.float16)])
     }
     kernels = SlotKernels(num_slots=4, num_layers=1)
+    kernels._library = kernels._library if is_native else None
     for slot, parts in bound.items():
         kernels.bind(slot, 0, Site.EMBED, parts, vocab, hidden)
     ids = torch.randint(0, vocab, (9,), generator=rng, dtype=torch.int32)
-    segments = ((0, 2, 0), (3, 4, 1), (7, 1, 3))
+    segments = ((0, 2, 0), (3, 4, 1), (7, 1, 3), (8, 1, 2))
     wanted = lora_maths.dense(bound, segments, torch.nn.functional.one_hot(ids.long(), vocab).float(), hidden)
     for accumulate in (False, True):
         out = torch.ones(9, hidden) if accumulate else poisoned(9, hidden)
@@ -164,14 +171,18 @@ def test_an_embedding_adds_the_expanded_column_of_each_token() -> None:
     assert np.abs(wanted[:2] - wanted[3:5]).max() > FAULT
 
 
-def test_a_slice_or_a_token_beyond_the_site_is_refused() -> None:
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])
+def test_a_slice_or_a_token_beyond_the_site_is_refused(*, is_native: bool) -> None:
     rng = torch.Generator().manual_seed(5)
     kernels, segments = SlotKernels(num_slots=1, num_layers=1), segment_table([(0, 2, 0)])
+    kernels._library = kernels._library if is_native else None
     for site in (Site.EMBED, Site.LM_HEAD):
         kernels.bind(0, 0, site, lora_maths.random_site(rng, (2,), (6,), in_dim=8), 8, 6)
     for x, first, columns in ((8, 3, 4), (7, 0, 3), (8, 6, 0)):
         with pytest.raises(ValueError, match=f"found {x} -> columns {first}..{first + columns}; the site is 8 -> 6"):
             kernels.dense_columns(0, Site.LM_HEAD, segments, torch.zeros(2, x), torch.zeros(2, columns), first=first)
+    with pytest.raises(ValueError, match="from -1 on"):
+        kernels.dense_columns(0, Site.LM_HEAD, segments, torch.zeros(2, 8), torch.zeros(2, 6), first=-1)
     for ids, width in (([0, 8], 6), ([-1, 0], 6), ([0, 1], 5)):
         token_ids = torch.tensor(ids, dtype=torch.int32)
         with pytest.raises(ValueError, match="found token ids"):

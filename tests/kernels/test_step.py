@@ -1,11 +1,12 @@
 """What protects the memory that native code computes with: a version that moves, and a wait for who still reads."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, segment_table
+from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, Part, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.kernels.step import NativeStep
 
@@ -33,12 +34,20 @@ class Step:
         self.native.load(9, segment_table(segments), ready_layers=ready_layers, version=version)
 
     def call(
-        self, *, step_id: int = 9, layer: int = 0, site: int = SITE, row_start: int = 0, in_cols: int = COLS
+        self,
+        *,
+        step_id: int = 9,
+        layer: int = 0,
+        site: int = SITE,
+        row_start: int = 0,
+        in_cols: int = COLS,
+        ids: torch.Tensor | None = None,
     ) -> tuple[int, list[float]]:
         """Status, and the first column."""
         x, out = torch.ones(ROWS, COLS), torch.full((ROWS, COLS), -1.0)
-        call = step_id, layer, site, row_start, ROWS, in_cols, COLS, 0, 0
-        status = self.compute(self.native.address, *call, x.data_ptr(), None, None, out.data_ptr())
+        call = step_id, layer, site, row_start, ROWS, in_cols, COLS, 0 if ids is None else 1, 0
+        chosen = None if ids is None else ids.data_ptr()
+        status = self.compute(self.native.address, *call, x.data_ptr(), chosen, None, out.data_ptr())
         return status, out[:, 0].tolist()
 
 
@@ -60,7 +69,7 @@ def test_a_call_of_later_rows_sees_its_own_window_of_the_plan(step: Step) -> Non
 @pytest.mark.parametrize(
     "call", [{"step_id": 8}, {"layer": 1}, {"site": 10}, {"site": 16}, {"in_cols": COLS - 1}, {"site": 4}], ids=str
 )
-def test_what_does_not_fit_the_plan_is_left_to_python(step: Step, call: dict[str, int]) -> None:
+def test_what_does_not_fit_the_plan_is_left_to_python(step: Step, call: dict[str, Any]) -> None:
     step.load((0, 3, 2), ready_layers=9)
     assert step.call(**call)[0] == DECLINED
 
@@ -70,11 +79,24 @@ def test_a_layer_that_is_not_there_yet_is_left_to_python(step: Step) -> None:
     assert step.call()[0] == DECLINED
 
 
-def test_a_site_with_a_bias_is_left_to_python(step: Step) -> None:
-    step.bind(3, bias=torch.ones(COLS))
-    step.load((0, 3, 2))
-    assert step.call(site=3)[0] == DECLINED
-    assert step.call()[0] == COMPUTED
+def test_a_bias_is_added_to_the_rows_that_have_one(step: Step) -> None:
+    step.bind(3, bias=torch.full((COLS,), 0.5))
+    step.load((0, 1, 3), (1, 2, 2))
+    assert step.call(site=3) == (COMPUTED, [0.0, 8.5, 8.5])
+
+
+def test_token_ids_are_expanded_as_the_rows_of_the_plan(step: Step) -> None:
+    step.bind(EMBED)
+    step.load((1, 2, 2))
+    ids = torch.tensor([7, 0, 5], dtype=torch.int32)
+    assert step.call(site=EMBED, ids=ids) == (COMPUTED, [0.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("tokens", [[0, COLS, 0], [0, 0, -1]], ids=str)
+def test_a_token_that_is_none_is_left_to_python_to_refuse(step: Step, tokens: list[int]) -> None:
+    step.bind(EMBED)
+    step.load((1, 2, 2))
+    assert step.call(site=EMBED, ids=torch.tensor(tokens, dtype=torch.int32)) == (DECLINED, [-1.0] * ROWS)
 
 
 def test_nothing_is_computed_before_the_first_plan_or_after_unload(step: Step) -> None:

@@ -24,6 +24,7 @@ class PartDescriptor(Structure):
         ("out", c_int32),
         ("out_offset", c_int32),
         ("scale", c_float),
+        ("bias", c_void_p),
     )
 
 
@@ -41,6 +42,10 @@ class SiteDescriptor(Structure):
     )
 
 
+WHOLE = -1
+"""`first_column` of a launch whose output has all columns of the site."""
+
+
 class Launch(Structure):
     """`il_launch`."""
 
@@ -55,6 +60,27 @@ class Launch(Structure):
         ("in_dim", c_int32),
         ("out_dim", c_int32),
         ("accumulate", c_int32),
+        ("first_column", c_int32),
+    )
+
+
+MEASURE_DENSE, MEASURE_GATE_UP, MEASURE_DOWN = range(3)
+
+
+class MeasuredCall(Structure):
+    """`il_measured`."""
+
+    _fields_ = (
+        ("launch", Launch),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("took_ns", c_int64),
+        ("kind", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -81,8 +107,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "il_measure_flops": (_I64, (_I64,)),
     "il_linear": (None, (_PTR, _I64, _PTR, _I32, _PTR, _PTR, _I64, _I32, _I32, _I32)),
     "il_lora_dense": (_I32, (_PTR, _PTR, _I64, _PTR, _I64)),
+    "il_lora_embed": (_I32, (_PTR, _PTR, _PTR, _I64)),
     "il_lora_moe_gate_up": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _I64)),
     "il_lora_moe_down": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _PTR, _I64)),
+    "il_measure_lora": (_I32, (_PTR, _I32)),
     "il_step_compute": (_I32, (_PTR, c_uint64, *[c_uint32] * 8, _PTR, _PTR, _PTR, _PTR)),
     "il_step_shut": (None, (_PTR, c_uint64)),
     "il_paged_attention": (None, (_PTR,)),
@@ -121,6 +149,7 @@ def describe(parts: SiteWeights, *, in_dim: int, out_dim: int) -> SiteDescriptor
             out=part.out_dim,
             out_offset=part.out_offset,
             scale=part.scale,
+            bias=None if part.bias is None else part.bias.data_ptr(),
         )
     return site
 

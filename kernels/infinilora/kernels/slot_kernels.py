@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels import cpu_ops, native, reference
-from infinilora.kernels.abi import Launch, SiteDescriptor, describe
+from infinilora.kernels.abi import WHOLE, Launch, SiteDescriptor, describe
 from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, NUM_SITES, SiteWeights, check_parts
 from infinilora.kernels.step import NativeStep
 
@@ -45,13 +45,13 @@ class SlotKernels:
             cpu_ops.set_threads(threads)
         self._bound: list[dict[int, SiteWeights]] = [{} for _ in range(num_layers * NUM_SITES)]
         self._biased: dict[int, dict[int, SiteWeights]] = {}
-        """place -> slot -> parts, of the sites that have a bias: compiled kernels leave it to `_add_biases`."""
+        """place -> slot -> parts, of the sites that have a bias: a GPU's kernels leave it to `_add_biases`."""
         self._descriptors: dict[tuple[int, int], SiteDescriptor] = {}
         self._slot_stride = num_layers * NUM_SITES
         self._table = (ctypes.c_uint64 * (num_slots * self._slot_stride))()
         self._table_address = ctypes.addressof(self._table)
         self._left_to_python = bytearray(self._slot_stride)
-        """place -> 1 once a site with a bias was bound there: native steps leave its calls to `dense`."""
+        """place -> 1 where `leave_to_python` said so."""
         self._device_sites = _device_sites(num_slots, num_layers, self.device)
 
     def native_step(self) -> NativeStep | None:
@@ -77,9 +77,8 @@ class SlotKernels:
         descriptor = describe(parts, in_dim=in_dim, out_dim=out_dim)
         if self._device_sites is not None:
             self._device_sites.bind(slot, layer, site, parts, in_dim, out_dim)
-        if any(part.bias is not None for part in parts):
-            self._biased.setdefault(place, {})[slot] = parts
-            self._left_to_python[place] = 1
+            if any(part.bias is not None for part in parts):
+                self._biased.setdefault(place, {})[slot] = parts
         self._bound[place][slot] = parts
         self._descriptors[slot, place] = descriptor
         self._table[slot * self._slot_stride + place] = ctypes.addressof(descriptor)
@@ -112,23 +111,24 @@ class SlotKernels:
         if library is None:
             reference.dense(self._bound[place], segments, x, out, accumulate=accumulate)
             return
-        x, wide = _fp32_rows(x), _fp32_out(out)
-        launch = self._launch(place, segments, x.shape[0], 1, x.shape[1], out, accumulate=accumulate)
-        status = library.il_lora_dense(ctypes.byref(launch), x.data_ptr(), x.stride(0), wide.data_ptr(), wide.stride(0))
-        if not status:
-            self._add_biases(place, segments, wide)
-        self._finish(status, segments, launch, wide, out)
+        self._native_dense(library, place, segments, x, out, accumulate=accumulate, first=WHOLE)
 
     def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
         """out[t, j] = column `first + j` of the site's delta: a slice of a row that is too wide to be sent whole.
 
-        x [T, in]; out [T, columns]. Reads only those columns of Bt. Plain torch on every device.
+        x [T, in]; out [T, columns]. Reads only those columns of Bt. Plain torch on a GPU.
         """
+        place = self._place(layer, site)
+        if first < 0:
+            raise ValueError(f"a slice of columns from {first} on")
+        if self._library is not None:
+            self._native_dense(self._library, place, segments, x, out, accumulate=False, first=first)
+            return
         in_dim, end = x.shape[1], first + out.shape[1]
         bound = self._bound_in(
-            self._place(layer, site),
+            place,
             segments,
-            lambda site: site.in_dim == in_dim and 0 <= first < end <= site.out_dim,
+            lambda site: site.in_dim == in_dim and first < end <= site.out_dim,
             found=f"{in_dim} -> columns {first}..{end}",
         )
         reference.dense_columns(bound, segments, x, out, first=first)
@@ -136,15 +136,21 @@ class SlotKernels:
     def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """out[t] (+)= the delta of token ids[t] under the slot of t's segment: a column of A, expanded.
 
-        ids int32 [T]; out [T, h]. Plain torch on every device: there is nothing to multiply in the first half.
+        ids int32 [T]; out [T, h]. Plain torch on a GPU.
         """
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        width = out.shape[1]
+        place, width = self._place(layer, EMBED), out.shape[1]
+        if self._library is not None:
+            ids, wide = ids.to(torch.int32).contiguous(), _fp32_out(out)
+            launch = self._launch(place, segments, len(ids), 1, 0, out, accumulate=accumulate)
+            status = self._library.il_lora_embed(ctypes.byref(launch), ids.data_ptr(), wide.data_ptr(), wide.stride(0))
+            self._finish(status, place, segments, launch, wide, out, found=_token_range(ids, width) if status else "")
+            return
+        low, high = _least_and_most(ids)
         bound = self._bound_in(
-            self._place(layer, EMBED),
+            place,
             segments,
             lambda site: site.out_dim == width and low >= 0 and high < site.in_dim,
-            found=f"token ids {low}..{high} -> {width}",
+            found=_token_range(ids, width),
         )
         reference.embed(bound, segments, ids, out, accumulate=accumulate)
 
@@ -168,7 +174,7 @@ class SlotKernels:
         status = library.il_lora_moe_gate_up(
             ctypes.byref(launch), x.data_ptr(), x.stride(0), ids.data_ptr(), wide.data_ptr(), wide.stride(0)
         )
-        self._finish(status, segments, launch, wide, out)
+        self._finish(status, place, segments, launch, wide, out)
 
     def moe_down(
         self,
@@ -207,7 +213,23 @@ class SlotKernels:
             wide.data_ptr(),
             wide.stride(0),
         )
-        self._finish(status, segments, launch, wide, out)
+        self._finish(status, place, segments, launch, wide, out)
+
+    def _native_dense(
+        self,
+        library: ctypes.CDLL,
+        place: int,
+        segments: Tensor,
+        x: Tensor,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        first: int,
+    ) -> None:
+        x, wide = _fp32_rows(x), _fp32_out(out)
+        launch = self._launch(place, segments, x.shape[0], 1, x.shape[1], out, accumulate=accumulate, first=first)
+        status = library.il_lora_dense(ctypes.byref(launch), x.data_ptr(), x.stride(0), wide.data_ptr(), wide.stride(0))
+        self._finish(status, place, segments, launch, wide, out)
 
     def _add_biases(self, place: int, segments: Tensor, out: Tensor) -> None:
         if biased := self._biased.get(place):
@@ -232,7 +254,16 @@ class SlotKernels:
         return layer * NUM_SITES + site
 
     def _launch(
-        self, place: int, segments: Tensor, rows: int, topk: int, in_dim: int, out: Tensor, *, accumulate: bool
+        self,
+        place: int,
+        segments: Tensor,
+        rows: int,
+        topk: int,
+        in_dim: int,
+        out: Tensor,
+        *,
+        accumulate: bool,
+        first: int = WHOLE,
     ) -> Launch:
         if segments.dtype is not torch.int32 or not segments.is_contiguous() or segments.numel() % 3:
             raise ValueError(f"segments are contiguous int32 [n, 3]; found {segments.dtype} {list(segments.shape)}")
@@ -249,18 +280,23 @@ class SlotKernels:
             in_dim,
             out.shape[-1],
             accumulate,
+            first,
         )
 
-    def _finish(self, status: int, segments: Tensor, launch: Launch, wide: Tensor, out: Tensor) -> None:
+    def _finish(
+        self, status: int, place: int, segments: Tensor, launch: Launch, wide: Tensor, out: Tensor, *, found: str = ""
+    ) -> None:
+        """Bring the result to where it was wanted; or say what is wrong with the launch, which came with `found`."""
         if status:
             number, what = divmod(status, 4)
-            found = tuple(segments.view(-1, 3)[number].tolist())
+            segment = tuple(segments.view(-1, 3)[number].tolist())
             if what == _BAD_SEGMENT:
                 raise ValueError(
-                    f"segment {number} {found} overlaps, or lies outside of {launch.rows} rows and the slots"
+                    f"segment {number} {segment} overlaps, or lies outside of {launch.rows} rows and the slots"
                 )
+            site = self._descriptors[segment[2], place]
             raise ValueError(
-                f"segment {number} {found}: its slot's site is not of {launch.in_dim} -> {launch.out_dim} columns"
+                f"slot {segment[2]}: found {found or _columns(launch)}; the site is {site.in_dim} -> {site.out_dim}"
             )
         if wide is not out:
             out.copy_(wide)
@@ -273,6 +309,21 @@ def _device_sites(num_slots: int, num_layers: int, device: torch.device) -> "Dev
     from infinilora.kernels.device_sites import DeviceSites
 
     return DeviceSites(num_slots=num_slots, num_layers=num_layers, device=device)
+
+
+def _columns(launch: Launch) -> str:
+    first, columns = launch.first_column, launch.out_dim
+    wanted = f"{columns} columns" if first == WHOLE else f"columns {first}..{first + columns}"
+    return f"{launch.in_dim} -> {wanted}"
+
+
+def _least_and_most(ids: Tensor) -> tuple[int, int]:
+    return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+
+
+def _token_range(ids: Tensor, width: int) -> str:
+    low, high = _least_and_most(ids)
+    return f"token ids {low}..{high} -> {width}"
 
 
 def _fp32_rows(x: Tensor) -> Tensor:

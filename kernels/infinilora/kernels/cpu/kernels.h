@@ -1,5 +1,5 @@
 // What each instruction set implements, and who chooses. A chunk function does one chunk of a parallel job;
-// how jobs are cut is the same for all (linear.cpp, lora.cpp, attention.cpp, elementwise.cpp).
+// how jobs are cut is the same for all (linear.cpp, lora_groups.h, attention.cpp, elementwise.cpp).
 #pragma once
 
 #include <cstdint>

@@ -16,6 +16,7 @@ struct il_part {
   int32_t out;
   int32_t out_offset;
   float scale;
+  const float* bias;  // [out], added as it is, or null; null for experts
 };
 
 struct il_site {
@@ -40,14 +41,21 @@ struct il_launch {
   int32_t rows, topk;          // of x and out; topk is 1 for dense sites
   int32_t in_dim, out_dim;     // of the site, as the caller's tensors have them
   int32_t accumulate;
+  int32_t first_column;        // of the site, where out has a slice of its columns; kWhole: out has all
 };
+
+enum { kWhole = -1 };
 
 // Each returns 0, or what is wrong with the launch: kBadSegment or kBadSite, plus 4 times the segment's number.
 // Nothing is written then. Strides are of rows, in floats; within a row all is contiguous.
 enum { kBadSegment = 1, kBadSite = 2 };
 
-// x [rows, in] -> out [rows, out].
+// x [rows, in] -> out [rows, out]. Of a slice of columns only those of Bt are read.
 int32_t il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride);
+
+// token_ids [rows] -> out [rows, out]: as il_lora_dense of a one-hot x. The launch's in_dim is of no account; an id
+// outside of a segment's site is kBadSite.
+int32_t il_lora_embed(const il_launch* launch, const int32_t* token_ids, float* out, int64_t out_stride);
 
 // x [rows, in], topk_ids [rows, topk] -> out [rows, topk, out].
 int32_t il_lora_moe_gate_up(const il_launch* launch, const float* x, int64_t x_stride, const int32_t* topk_ids,

@@ -14,11 +14,13 @@ namespace {
 
 struct Group {
   const void* a;          // [rank, in]
-  const void* bt;         // [rank, columns]
+  const void* bt;         // [rank, columns], bt_stride apart
+  const float* bias;      // [columns] or null
   const float* const* x;  // [rows]
   float* const* out;      // [rows]
   const float* weight;    // [rows] or null: router weights
   float* v;               // [rows, rank]
+  int64_t bt_stride;
   int32_t dtype, in, rank, columns, out_offset, rows, segment;
   float scale;
 
@@ -45,7 +47,14 @@ void shrink(const Group& g, int row, int rows, int rank, int ranks) {
 
 void expand(const Group& g, int row, int rows, int column, int columns, bool accumulate) {
   const float* v = g.v + static_cast<int64_t>(row) * g.rank;
-  kernels().expand[g.dtype]({.v = v, .v_stride = g.rank, .bt = g.bt, .out = g.out + row, .bt_stride = g.columns,
+  if (g.bias != nullptr) {
+    for (int i = row; i < row + rows; ++i) {
+      float* out = g.out[i] + g.out_offset;
+      for (int c = column; c < column + columns; ++c) out[c] = accumulate ? out[c] + g.bias[c] : g.bias[c];
+    }
+    accumulate = true;
+  }
+  kernels().expand[g.dtype]({.v = v, .v_stride = g.rank, .bt = g.bt, .out = g.out + row, .bt_stride = g.bt_stride,
                              .out_offset = g.out_offset, .rank = g.rank, .rows = rows, .column = column,
                              .columns = columns, .accumulate = accumulate});
 }

@@ -82,7 +82,8 @@ struct Call {
 int32_t launch(const il_step& step, int64_t place, const il_segment* segments, int num_segments, const Call& c) {
   il_launch l{.sites = step.table + place, .slot_stride = step.slot_stride, .segments = segments,
               .num_segments = num_segments, .num_slots = step.num_slots, .rows = c.rows, .topk = 1,
-              .in_dim = c.in, .out_dim = c.out, .accumulate = 0};
+              .in_dim = c.in, .out_dim = c.out, .accumulate = 0, .first_column = kWhole};
+  if (c.site == kEmbed) return c.ids == nullptr || c.topk != 1 ? kBadSite : il_lora_embed(&l, c.ids, c.to, c.out);
   if (c.site != kMoeGateUp && c.site != kMoeDown) return il_lora_dense(&l, c.x, c.in, c.to, c.out);
   const int32_t routed = c.site == kMoeGateUp ? c.out : c.in;
   if (c.ids == nullptr || c.topk < 1 || routed % c.topk) return kBadSite;
@@ -123,7 +124,7 @@ int32_t compute_named(const il_step& step, uint32_t layer, Call c) {
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
                         uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
                         const float* x, const int32_t* ids, const float* weights, float* out) {
-  if (step->step_id != step_id || site >= uint32_t(il::kSites) || site == uint32_t(il::kEmbed)) return kDeclined;
+  if (step->step_id != step_id || site >= uint32_t(il::kSites)) return kDeclined;
   if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
   const il::Call call{int32_t(site), int32_t(rows), int32_t(in_cols), int32_t(out_cols), int32_t(topk),
                       x,             ids,           weights,          out};
