@@ -112,6 +112,7 @@ def make_request(
     produced: list[int] | None = None,
     fallback_base: bool = False,
     deadline_ms: int = 0,
+    slo_class: str = "",
     protocol_version: int = PROTOCOL_VERSION,
     **sampling: Any,
 ) -> Any:
@@ -123,6 +124,7 @@ def make_request(
         num_prompt_tokens=len(prompt),
         digest=digest or "",
         deadline_ms=deadline_ms,
+        slo_class=slo_class,
         fallback_base=fallback_base,
         sampling=pb.Sampling(**sampling),
     )

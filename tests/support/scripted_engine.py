@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from infinilora.protocol.control import Beat, EngineLoad
+from infinilora.protocol.control import Beat, EngineLoad, ProcessState
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.generate_pb2 import (
     DESCRIPTOR,
@@ -50,12 +50,17 @@ class ScriptedEngine:
     """What each digest ("": the base) says; after it comes the end. Without a script: `foretold` for ever."""
     refuse: list[InfiniLoraError] = field(default_factory=list)
     """Errors for the next calls, before their first event."""
+    refuse_later: list[InfiniLoraError] = field(default_factory=list)
+    """Errors for the next calls that go on with a sequence, before their first event."""
     loss: Loss | None = None
+    gives_up_after: int | None = None
+    """Tokens after which a sequence is aborted, as by an engine that stops."""
     pause_after: int | None = None
     """Tokens after which calls wait until `go` is set."""
     emits_stop_token: bool = False
     degrades: bool = False
     leased: tuple[Digest, ...] = ()
+    state: ProcessState = "ready"
     go: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -70,6 +75,8 @@ class ScriptedEngine:
         self.metadata.append(call.metadata)
         if self.refuse:
             raise self.refuse.pop(0)
+        if self.refuse_later and len(request.token_ids) > request.num_prompt_tokens:
+            raise self.refuse_later.pop(0)
         self.running += 1
         is_finished = False
         try:
@@ -88,7 +95,7 @@ class ScriptedEngine:
             id=self.id,
             incarnation=self.incarnation,
             seq=seq,
-            state="ready",
+            state=self.state,
             address=self.address,
             base=self.base,
             model=self.model,
@@ -118,6 +125,9 @@ class ScriptedEngine:
                 yield self._end(request, "stop", index + 1, token_id)
                 return
             self._lose_at(index + 1)
+            if index + 1 == self.gives_up_after:
+                yield self._end(request, "abort", index + 1)
+                return
             if self.pause_after is not None and index + 1 >= self.pause_after:
                 await self.go.wait()
         yield self._end(request, "length", sampling.max_tokens)

@@ -61,7 +61,7 @@ class StackFactory:
         plan, (port, metrics_port) = self.stack._started(), free_ports(2)
         address = f"127.0.0.1:{metrics_port}"
         own = {"INFINILORA_ENGINE_ID": name, "INFINILORA_METRICS_LISTEN": address}
-        plan = dataclasses.replace(plan, engine_port=port, shared={**plan.shared, **own})
+        plan = dataclasses.replace(plan, engine_ports=(port,), shared={**plan.shared, **own})
         child = Child(services.engine(plan), self.stack.home.new_log(name), lambda *_: None)
         child.start()
         metrics = Api(f"http://{address}")

@@ -65,7 +65,7 @@ def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_pat
         var_dir=tmp_path,
         gateway_port=1,
         coordinator_port=2,
-        engine_port=3,
+        engine_ports=(3,),
         lora_server_port=4,
         lora_shape="2x1",
         shard_ports=(5,),

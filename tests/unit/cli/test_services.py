@@ -7,7 +7,14 @@ import pytest
 from infinilora.cli.services import Plan, services, stopping
 
 
-def plan(*, threads: int, lora: str = "remote", shape: str = "1x1", shard_ports: tuple[int, ...] = ()) -> Plan:
+def plan(
+    *,
+    threads: int,
+    lora: str = "remote",
+    shape: str = "1x1",
+    shard_ports: tuple[int, ...] = (),
+    engine_ports: tuple[int, ...] = (3,),
+) -> Plan:
     return Plan(
         model=Path("model"),
         served_name="base",
@@ -17,7 +24,7 @@ def plan(*, threads: int, lora: str = "remote", shape: str = "1x1", shard_ports:
         var_dir=Path("var"),
         gateway_port=1,
         coordinator_port=2,
-        engine_port=3,
+        engine_ports=engine_ports,
         lora_server_port=4,
         lora_shape=shape,
         shard_ports=shard_ports,
@@ -61,3 +68,10 @@ def test_the_shards_of_a_group_stop_together() -> None:
         ["coordinator"],
         ["nats"],
     ]
+
+
+def test_engines_are_programs_of_their_own_ids_and_ports_and_share_the_threads() -> None:
+    engines = [p for p in services(plan(threads=5, engine_ports=(3, 8))) if p.name.startswith("engine")]
+    told = [[p.env[f"INFINILORA_{k}"] for k in ("ENGINE_ID", "LISTEN", "THREADS")] for p in engines]
+    assert told == [["engine-0", "127.0.0.1:3", "2"], ["engine-1", "127.0.0.1:8", "2"]]
+    assert ["engine.1", "engine"] in stopping(p.name for p in services(plan(threads=5, engine_ports=(3, 8))))

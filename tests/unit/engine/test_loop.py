@@ -263,6 +263,22 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: Loaded) -> None
     assert refused.value.retry_after_s
 
 
+def test_batch_may_fill_half_of_the_queue_and_leaves_the_rest_to_others(loaded: Loaded) -> None:
+    loop = make_loop(loaded("llama"), NoLora(), LIMITS, max_waiting=2)
+    loop.submit(Sequence("b0", list(PROMPT), 6, slo_class="batch"), lambda _: None)
+    with pytest.raises(Overloaded, match="queue of 1 for batch"):
+        loop.submit(Sequence("b1", list(PROMPT), 6, slo_class="batch"), lambda _: None)
+    loop.submit(Sequence("i0", list(PROMPT), 6, slo_class="interactive"), lambda _: None)
+
+
+def test_a_continued_sequence_is_due_before_a_new_one_of_its_class(loaded: Loaded) -> None:
+    loop = make_loop(loaded("llama"), NoLora(), LIMITS)
+    new, continued = Sequence("new", list(PROMPT), 6), Sequence("continued", [*PROMPT, 9], 6)
+    for sequence in (new, continued):
+        loop.submit(sequence, lambda _: None)
+    assert continued.due_s < new.due_s
+
+
 def test_the_thread_sleeps_when_idle_wakes_for_work_and_stops(loaded: Loaded) -> None:
     events: list[Event] = []
     over, flushed = threading.Event(), threading.Event()

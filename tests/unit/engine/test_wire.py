@@ -19,6 +19,11 @@ def test_zeros_of_the_wire_mean_off() -> None:
     assert params.prompt_logprobs == 0
 
 
+def test_who_names_no_class_is_standard() -> None:
+    classes = [read_request(make_request([1], slo_class=said), FACTS).slo_class for said in ("", "batch")]
+    assert classes == ["standard", "batch"]
+
+
 def test_the_models_ends_of_text_stop_unless_ignored() -> None:
     stops: dict[str, Any] = {"stop_token_ids": [9]}
     assert read_request(make_request([1], ignore_eos=False, **stops), FACTS).params.stop_token_ids == {2, 9}
@@ -47,6 +52,7 @@ def test_a_continuation_keeps_its_prompt_apart() -> None:
         ({"prompt": [1], "stop_token_ids": [400]}, "stop_token_ids: token id 400"),
         ({"prompt": [1], "digest": "latest"}, "not a digest"),
         ({"prompt": [1], "protocol_version": 7}, "protocol version 7"),
+        ({"prompt": [1], "slo_class": "urgent"}, "slo_class is 'urgent'; wanted one of interactive, standard, batch"),
     ],
 )
 def test_what_a_client_got_wrong_is_said(options: dict[str, Any], words: str) -> None:

@@ -1,22 +1,60 @@
-"""The gateway's calls to engines: what is left of them."""
+"""The gateway's calls to engines, what they leave, and what they tell about an engine."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
 from infinilora.gateway.fleet import Engine, Fleet
-from infinilora.protocol.control import Beat
-from infinilora.protocol.errors import Unavailable
-from infinilora.protocol.generate_pb2 import GenerateRequest
-from infinilora.runtime.membership import Member
-from infinilora.runtime.rpc import Channels
+from infinilora.protocol.control import Beat, ProcessState
+from infinilora.protocol.errors import InfiniLoraError, Unavailable
+from infinilora.protocol.generate_pb2 import DESCRIPTOR, GenerateRequest, HealthReply, HealthRequest
+from infinilora.protocol.ids import Fingerprint
+from infinilora.runtime.membership import Health, Member
+from infinilora.runtime.rpc import Call, Channels, Unreachable, serving
+from support.procs import free_port
+from support.waiting import eventually
 
+BASE = Fingerprint("sha256:b")
 NOBODY = Engine("e/1", "e", "127.0.0.1:1")
 
 
+def member(engine: Engine, *, health: Health = "alive", state: ProcessState = "ready") -> Member:
+    beat = Beat(kind="engine", id=engine.id, incarnation="1", seq=1, state=state, address=engine.address, base=BASE)
+    return Member(beat, 0.0, health=health)
+
+
+@asynccontextmanager
+async def watched(members: Callable[[], list[Member]]) -> AsyncIterator[Fleet]:
+    """A fleet that asks for health."""
+    async with Channels() as channels, asyncio.TaskGroup() as group:
+        fleet = Fleet(members, channels)
+        watching = group.create_task(fleet.watch_health())
+        yield fleet
+        watching.cancel()
+
+
+class Doctor:
+    """Serves health, and nothing else."""
+
+    def __init__(self, error: InfiniLoraError | None = None) -> None:
+        self.asked = 0
+        self._error = error
+
+    async def check(self, _: HealthRequest, __: Call) -> HealthReply:
+        self.asked += 1
+        if self._error:
+            raise self._error
+        return HealthReply()
+
+
+HEALTH = DESCRIPTOR.services_by_name["EngineHealth"]
+
+
 async def test_the_channel_to_an_engine_is_kept_until_nobody_is_known_there() -> None:
-    beat = Beat(kind="engine", id="e", incarnation="1", seq=1, state="ready", address=NOBODY.address)
-    members = [Member(beat, 0.0, health="dead")]
+    members = [member(NOBODY, health="dead")]
     async with Channels() as channels:
         fleet = Fleet(lambda: members, channels)
         for _ in range(2):
@@ -28,3 +66,40 @@ async def test_the_channel_to_an_engine_is_kept_until_nobody_is_known_there() ->
         members.clear()
         await fleet.forget_gone()
         assert not channels._channels
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+async def test_an_engine_that_is_not_ready_or_is_dead_is_not_picked(state: ProcessState) -> None:
+    async with Channels() as channels:
+        for unfit in (member(NOBODY, state=state), member(NOBODY, health="dead")):
+            assert Fleet(lambda unfit=unfit: [unfit], channels).pick(BASE, None) is None  # type: ignore[misc]  # bound now
+        assert Fleet(lambda: [member(NOBODY, health="suspect")], channels).pick(BASE, None) == NOBODY
+
+
+@pytest.mark.parametrize("error", [None, Unavailable("I drain")], ids=["well", "says no"])
+async def test_one_that_fell_silent_is_left_alone_until_it_answers_whatever_it_says(
+    error: InfiniLoraError | None,
+) -> None:
+    engine, doctor = Engine("e/1", "e", f"127.0.0.1:{free_port()}"), Doctor(error)
+    async with watched(lambda: [member(engine)]) as fleet:
+        fleet.note_failure(engine, Unreachable("connection refused"))
+        assert fleet.pick(BASE, None) is None
+        async with serving(engine.address, [(HEALTH, doctor)]):
+            await eventually(lambda: fleet.pick(BASE, None) is not None, "the engine")
+        assert doctor.asked == 1
+
+
+async def test_one_that_said_why_it_does_not_is_there() -> None:
+    async with Channels() as channels:
+        fleet = Fleet(lambda: [member(NOBODY)], channels)
+        fleet.note_failure(NOBODY, Unavailable("draining"))
+        assert fleet.pick(BASE, None) == NOBODY
+
+
+async def test_whoever_waits_for_a_change_hears_that_an_engine_answers_again() -> None:
+    async with serving("127.0.0.1:0", [(HEALTH, Doctor())]) as server:
+        engine = Engine("e/1", "e", server.address)
+        async with watched(lambda: [member(engine)]) as fleet:
+            fleet.note_failure(engine, Unreachable("reset"))
+            assert await fleet.changed(10.0)
+            assert fleet.pick(BASE, None) == engine

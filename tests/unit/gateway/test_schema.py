@@ -39,6 +39,12 @@ def test_fields_that_seem_to_name_an_adapter_are_refused(field: str) -> None:
     assert "model" in error.message
 
 
+def test_a_class_is_one_of_three() -> None:
+    assert completion(slo_class="batch").slo_class == "batch"
+    error = refusal(slo_class="urgent")
+    assert (error.param, "urgent" in error.message) == ("slo_class", True)
+
+
 @pytest.mark.parametrize("model", [None, 5, ["a"], {}])
 def test_a_model_that_is_no_string_is_refused(model: Any) -> None:
     assert refusal(model=model).param == "model"

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinilora.gateway.scores import EngineView, pick
+from infinilora.gateway.scores import EngineView, Wanted, pick
 from infinilora.protocol.ids import Digest, Fingerprint
 
 BASE, OTHER = Fingerprint("sha256:b"), Fingerprint("sha256:o")
@@ -16,8 +16,10 @@ def engine(key: str, **facts: Any) -> EngineView:
     blank = EngineView(
         key=key,
         base=BASE,
+        is_alive=True,
         is_draining=False,
         is_suspect=False,
+        is_open=False,
         running=0,
         waiting=0,
         in_flight=0,
@@ -27,17 +29,30 @@ def engine(key: str, **facts: Any) -> EngineView:
     return blank._replace(**facts)
 
 
-def chosen(*engines: EngineView, digest: Digest | None = None, avoid: tuple[str, ...] = ()) -> str | None:
-    found = pick(engines, BASE, digest, avoid)
+def chosen(*engines: EngineView, digest: Digest | None = None, **wanted: Any) -> str | None:
+    found = pick(engines, Wanted(BASE, digest, **wanted))
     return found.key if found else None
 
 
-def test_nobody_of_another_base_or_draining_or_tried_is_taken() -> None:
-    assert chosen(engine("a", base=OTHER), engine("b", is_draining=True), engine("c"), avoid=("c",)) is None
+def test_nobody_dead_draining_unreachable_tried_or_of_another_base_is_taken() -> None:
+    engines = (
+        engine("a", base=OTHER),
+        engine("b", is_draining=True),
+        engine("c"),
+        engine("d", is_alive=False),
+        engine("e", is_open=True),
+        engine("f", base=None),
+    )
+    assert chosen(*engines, avoid=("c",)) is None
+    assert chosen(*engines) == "c"
 
 
 def test_the_least_loaded_wins() -> None:
     assert chosen(engine("a", running=3), engine("b", running=1), engine("c", running=2)) == "b"
+
+
+def test_what_waits_weighs_double() -> None:
+    assert chosen(engine("a", waiting=2), engine("b", running=3)) == "b"
 
 
 def test_what_this_gateway_has_sent_counts_before_the_next_heartbeat() -> None:
@@ -49,6 +64,22 @@ def test_a_warm_adapter_is_worth_a_little_load() -> None:
     assert chosen(warm, engine("b"), digest=A) == "a"
     assert chosen(warm._replace(running=9), engine("b"), digest=A) == "b"
     assert chosen(warm, engine("b")) == "b"
+
+
+def test_who_served_an_adapter_last_is_warm_and_the_base_is_warm_everywhere() -> None:
+    served = {"a": 0}
+    assert chosen(engine("a", running=1), engine("b"), digest=A, matches=served) == "a"
+    assert chosen(engine("a", running=1), engine("b"), matches=served) == "b"
+
+
+def test_a_known_prefix_is_worth_load_for_each_part_of_it_up_to_a_bound() -> None:
+    assert chosen(engine("a", running=2), engine("b"), matches={"a": 768}) == "a"
+    assert chosen(engine("a", running=2), engine("b"), matches={"a": 256}) == "b"
+    assert chosen(engine("a", running=5), engine("b"), matches={"a": 1 << 20}) == "b"
+
+
+def test_the_longer_prefix_wins_among_equals() -> None:
+    assert chosen(engine("a"), engine("b"), matches={"a": 64, "b": 128}) == "b"
 
 
 def test_a_suspect_is_the_last_resort() -> None:

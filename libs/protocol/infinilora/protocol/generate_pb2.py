@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"infinilora/protocol/generate.proto\x12\rinfinilora.v1\"\x19\n\tFilePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xe7\x01\n\x0fGenerateRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\tslo_class\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.infinilora.v1.Sampling\x12\x15\n\rfallback_base\x18\t \x01(\x08\"\x98\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x10\n\x08logprobs\x18\r \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0e \x01(\x05\x12:\n\nlogit_bias\x18\x0f \x03(\x0b\x32&.infinilora.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"N\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12(\n\x03top\x18\x03 \x03(\x0b\x32\x1b.infinilora.v1.TokenLogprob\"6\n\x0ePromptLogprobs\x12$\n\x06tokens\x18\x01 \x03(\x0b\x32\x14.infinilora.v1.Token\"\x8c\x01\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\x08\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\"\xb8\x01\n\rGenerateEvent\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.infinilora.v1.TokenH\x00\x12\x38\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1d.infinilora.v1.PromptLogprobsH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.infinilora.v1.FinishedH\x00\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\x42\x07\n\x05\x65vent2T\n\x06\x45ngine\x12J\n\x08Generate\x12\x1e.infinilora.v1.GenerateRequest\x1a\x1c.infinilora.v1.GenerateEvent0\x01\x32M\n\tBaseFacts\x12@\n\x06\x41nswer\x12\x18.infinilora.v1.FilePiece\x1a\x18.infinilora.v1.FilePiece(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"infinilora/protocol/generate.proto\x12\rinfinilora.v1\"\x0f\n\rHealthRequest\"\"\n\x0bHealthReply\x12\x13\n\x0bis_draining\x18\x01 \x01(\x08\"\x19\n\tFilePiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xe7\x01\n\x0fGenerateRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\tslo_class\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12)\n\x08sampling\x18\x08 \x01(\x0b\x32\x17.infinilora.v1.Sampling\x12\x15\n\rfallback_base\x18\t \x01(\x08\"\x98\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x10\n\x08logprobs\x18\r \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0e \x01(\x05\x12:\n\nlogit_bias\x18\x0f \x03(\x0b\x32&.infinilora.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"N\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12(\n\x03top\x18\x03 \x03(\x0b\x32\x1b.infinilora.v1.TokenLogprob\"6\n\x0ePromptLogprobs\x12$\n\x06tokens\x18\x01 \x03(\x0b\x32\x14.infinilora.v1.Token\"\x8c\x01\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\x08\x12\x15\n\rstop_token_id\x18\x06 \x01(\r\"\xb8\x01\n\rGenerateEvent\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.infinilora.v1.TokenH\x00\x12\x38\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1d.infinilora.v1.PromptLogprobsH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.infinilora.v1.FinishedH\x00\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\x42\x07\n\x05\x65vent2T\n\x06\x45ngine\x12J\n\x08Generate\x12\x1e.infinilora.v1.GenerateRequest\x1a\x1c.infinilora.v1.GenerateEvent0\x01\x32Q\n\x0c\x45ngineHealth\x12\x41\n\x05\x43heck\x12\x1c.infinilora.v1.HealthRequest\x1a\x1a.infinilora.v1.HealthReply2M\n\tBaseFacts\x12@\n\x06\x41nswer\x12\x18.infinilora.v1.FilePiece\x1a\x18.infinilora.v1.FilePiece(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FILEPIECE']._serialized_start=53
-  _globals['_FILEPIECE']._serialized_end=78
-  _globals['_GENERATEREQUEST']._serialized_start=81
-  _globals['_GENERATEREQUEST']._serialized_end=312
-  _globals['_SAMPLING']._serialized_start=315
-  _globals['_SAMPLING']._serialized_end=723
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=675
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=723
-  _globals['_TOKENLOGPROB']._serialized_start=725
-  _globals['_TOKENLOGPROB']._serialized_end=768
-  _globals['_TOKEN']._serialized_start=770
-  _globals['_TOKEN']._serialized_end=848
-  _globals['_PROMPTLOGPROBS']._serialized_start=850
-  _globals['_PROMPTLOGPROBS']._serialized_end=904
-  _globals['_FINISHED']._serialized_start=907
-  _globals['_FINISHED']._serialized_end=1047
-  _globals['_GENERATEEVENT']._serialized_start=1050
-  _globals['_GENERATEEVENT']._serialized_end=1234
-  _globals['_ENGINE']._serialized_start=1236
-  _globals['_ENGINE']._serialized_end=1320
-  _globals['_BASEFACTS']._serialized_start=1322
-  _globals['_BASEFACTS']._serialized_end=1399
+  _globals['_HEALTHREQUEST']._serialized_start=53
+  _globals['_HEALTHREQUEST']._serialized_end=68
+  _globals['_HEALTHREPLY']._serialized_start=70
+  _globals['_HEALTHREPLY']._serialized_end=104
+  _globals['_FILEPIECE']._serialized_start=106
+  _globals['_FILEPIECE']._serialized_end=131
+  _globals['_GENERATEREQUEST']._serialized_start=134
+  _globals['_GENERATEREQUEST']._serialized_end=365
+  _globals['_SAMPLING']._serialized_start=368
+  _globals['_SAMPLING']._serialized_end=776
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=728
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=776
+  _globals['_TOKENLOGPROB']._serialized_start=778
+  _globals['_TOKENLOGPROB']._serialized_end=821
+  _globals['_TOKEN']._serialized_start=823
+  _globals['_TOKEN']._serialized_end=901
+  _globals['_PROMPTLOGPROBS']._serialized_start=903
+  _globals['_PROMPTLOGPROBS']._serialized_end=957
+  _globals['_FINISHED']._serialized_start=960
+  _globals['_FINISHED']._serialized_end=1100
+  _globals['_GENERATEEVENT']._serialized_start=1103
+  _globals['_GENERATEEVENT']._serialized_end=1287
+  _globals['_ENGINE']._serialized_start=1289
+  _globals['_ENGINE']._serialized_end=1373
+  _globals['_ENGINEHEALTH']._serialized_start=1375
+  _globals['_ENGINEHEALTH']._serialized_end=1456
+  _globals['_BASEFACTS']._serialized_start=1458
+  _globals['_BASEFACTS']._serialized_end=1535
 # @@protoc_insertion_point(module_scope)

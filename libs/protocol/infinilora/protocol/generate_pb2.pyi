@@ -6,6 +6,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HealthRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HealthReply(_message.Message):
+    __slots__ = ("is_draining",)
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    is_draining: bool
+    def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
+
 class FilePiece(_message.Message):
     __slots__ = ("data",)
     DATA_FIELD_NUMBER: _ClassVar[int]

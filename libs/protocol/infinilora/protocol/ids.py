@@ -5,7 +5,7 @@ Knows nothing of where an id is stored or sent; every function here is pure.
 
 import hashlib
 import re
-from typing import NewType
+from typing import Literal, NewType
 
 from infinilora.protocol.errors import InvalidRequest
 
@@ -14,6 +14,9 @@ Digest = NewType("Digest", str)
 
 Fingerprint = NewType("Fingerprint", str)
 """`sha256:` and 64 hex digits: the identity of a base model, by all its weights (FINGERPRINT_VERSION)."""
+
+SloClass = Literal["interactive", "standard", "batch"]
+"""How soon a request's first token is wanted; a scheduler's order, never a promise."""
 
 PROTOCOL_VERSION = 1
 """Carried in every hello. A peer of this version or of the one before is understood."""

@@ -90,9 +90,15 @@ _STATUS_OF_HTTP = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.UNAVAILABLE,
 }
+
+
+class Unreachable(Unavailable):
+    """The peer said nothing itself: it could not be asked, or it went away before it had answered."""
+
+
 _LEAF_OF_STATUS: dict[grpc.StatusCode, type[InfiniLoraError]] = {
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.CANCELLED: Unreachable,
     grpc.StatusCode.UNIMPLEMENTED: Unavailable,  # a peer that is older than the call
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,

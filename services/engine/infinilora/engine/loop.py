@@ -20,6 +20,7 @@ from infinilora.engine.runner import Outcome, Runner
 from infinilora.engine.sampler import Sampled
 from infinilora.engine.sched.blocks import BlockPool
 from infinilora.engine.sched.scheduler import LeaseState, Limits, Plan, Rows, Scheduler
+from infinilora.engine.sched.urgency import QUEUE_SHARE, due_s
 from infinilora.engine.sequence import Phase, Sequence
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import (
@@ -85,14 +86,17 @@ class EngineLoop:
 
     def submit(self, sequence: Sequence, sink: Sink, *, deadline_s: float | None = None) -> Job:
         """Queue a sequence; its events go to `sink`. Overloaded, and nothing queued, when the queue is full."""
+        room = max(1, int(self._max_waiting * QUEUE_SHARE[sequence.slo_class]))
         with self._queue_lock:
-            if self._queued + self._load.waiting >= self._max_waiting:
+            if self._queued + self._load.waiting >= room:
                 raise Overloaded(
-                    f"the engine's queue of {self._max_waiting} is full; try again later", retry_after_s=1.0
+                    f"the engine's queue of {room} for {sequence.slo_class} requests is full; try again later",
+                    retry_after_s=1.0,
                 )
             self._queued += 1
         now = time.perf_counter()
         deadline = None if deadline_s is None else now + deadline_s
+        sequence.due_s = due_s(sequence.slo_class, now, deadline, is_continued=sequence.num_produced > 0)
         job = Job(
             sequence,
             sink,

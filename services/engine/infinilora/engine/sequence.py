@@ -7,7 +7,7 @@ computed tokens  how many of them have keys and values in the cache; they catch 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from infinilora.protocol.ids import Digest
+from infinilora.protocol.ids import Digest, SloClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ class Sequence:
     params: SamplingParams = field(default_factory=SamplingParams)
     fallback_base: bool = False
     degraded: bool = False
+    slo_class: SloClass = "standard"
+    due_s: float = 0.0
+    """Its place in every order, before `arrival`: see sched/urgency.py."""
     trace: bytes = b""
     """Where its spans belong, for a step's LoRA work; empty when it is not traced."""
 

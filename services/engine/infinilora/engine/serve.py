@@ -22,7 +22,7 @@ from infinilora.engine.meter import Meter
 from infinilora.engine.publish import keep_publishing
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.settings import Settings
-from infinilora.engine.worker import SERVICE, Commands, Engine
+from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command
 from infinilora.runtime import metrics, rpc, telemetry
@@ -42,7 +42,7 @@ async def serve(settings: Settings, service: Service) -> None:
         around = await _reach_out(settings, stack)
         engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around))
         token = settings.rpc_token.get_secret_value()
-        doors = [(SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
+        doors = [(SERVICE, engine), (HEALTH_SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
         server = await stack.enter_async_context(rpc.serving(settings.listen, doors, token=token))
         address = settings.advertise or server.address
         heart = Heart(

@@ -5,15 +5,16 @@ Everything a client can get wrong is refused here, by name and number, before a 
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from infinilora.engine.events import Ended, Event, Failed, Produced, PromptScored
 from infinilora.engine.sampler import TokenScore
 from infinilora.engine.sequence import SamplingParams, Sequence
 from infinilora.protocol import generate_pb2 as pb
 from infinilora.protocol.errors import ContextLengthExceeded, InvalidRequest
-from infinilora.protocol.ids import PROTOCOL_VERSION, parse_digest
+from infinilora.protocol.ids import PROTOCOL_VERSION, SloClass, parse_digest
 
+SLO_CLASSES: tuple[SloClass, ...] = get_args(SloClass)
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 20
 
@@ -44,7 +45,16 @@ def read_request(request: Message, facts: ModelFacts) -> Sequence:
         digest=parse_digest(request.digest) if request.digest else None,
         params=params,
         fallback_base=request.fallback_base,
+        slo_class=_slo_class(request.slo_class),
     )
+
+
+def _slo_class(said: str) -> SloClass:
+    """The class that a request says; who says nothing is `standard`."""
+    for known in SLO_CLASSES:
+        if known == (said or "standard"):
+            return known
+    raise InvalidRequest(f"slo_class is {said[:40]!r}; wanted one of {', '.join(SLO_CLASSES)}", param="slo_class")
 
 
 def _check_tokens(tokens: list[int], num_prompt: int, params: SamplingParams, facts: ModelFacts) -> None:

@@ -27,10 +27,11 @@ from infinilora.runtime.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 
 SERVICE = generate_pb2.DESCRIPTOR.services_by_name["Engine"]
+HEALTH_SERVICE = generate_pb2.DESCRIPTOR.services_by_name["EngineHealth"]
 
 
 class Engine:
-    """Implements the gRPC service. `is_draining`: no new work, what runs finishes. `idle`: no call is open."""
+    """Implements both gRPC services. `is_draining`: no new work, what runs finishes. `idle`: no call is open."""
 
     def __init__(self, loop: EngineLoop, mailboxes: Mailboxes, facts: ModelFacts, traces: Telemetry) -> None:
         self._loop = loop
@@ -57,6 +58,10 @@ class Engine:
             async with aclosing(self._stream(sequence, _time_left_s(request, call), span)) as events:
                 async for event in events:
                     yield event
+
+    async def check(self, _: Any, __: Call) -> Any:
+        """That there is an answer is the answer."""
+        return generate_pb2.HealthReply(is_draining=self.is_draining)
 
     async def _stream(self, sequence: Sequence, deadline_s: float | None, span: Any) -> AsyncGenerator[Any, None]:
         received = time.perf_counter()

@@ -1,28 +1,34 @@
 """The engines as this gateway sees them, and its calls to them.
 
-The view is made of heartbeats and of what the gateway itself has in flight; the choice is `scores.pick`'s.
-Nothing is decided here but that an engine which has just failed rests for a moment.
+The view is made of heartbeats, of what the gateway itself has in flight, and of how its calls ended; the choice is
+`scores.pick`'s, and whether an engine may be called `breaker.Breakers`'. Nothing is decided here.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import NamedTuple
 
 from infinilora.gateway import scores
-from infinilora.gateway.scores import EngineView
+from infinilora.gateway.breaker import Breakers
+from infinilora.gateway.prefixes import Chain, PrefixMemory
+from infinilora.gateway.scores import EngineView, Wanted
 from infinilora.protocol.control import EngineLoad, GroupLoad
-from infinilora.protocol.errors import InfiniLoraError, Unavailable
-from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest
+from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Unavailable
+from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest, HealthRequest
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.membership import Member, of_kind
-from infinilora.runtime.rpc import Channels
+from infinilora.runtime.rpc import Channels, Unreachable
+
+logger = logging.getLogger(__name__)
 
 ENGINE_SERVICE = DESCRIPTOR.services_by_name["Engine"]
+HEALTH_SERVICE = DESCRIPTOR.services_by_name["EngineHealth"]
 FACTS_SERVICE = DESCRIPTOR.services_by_name["BaseFacts"]
-REST_S = 1.0
-"""How long an engine that was found unreachable is taken only as the last resort."""
+HEALTH_TICK_S = 0.1
+HEALTH_TIMEOUT_S = 1.0
 
 
 class Engine(NamedTuple):
@@ -40,7 +46,8 @@ class Fleet:
         self._members = members
         self._channels = channels
         self._in_flight: dict[str, int] = {}
-        self._rests_until: dict[str, float] = {}
+        self._breakers = Breakers()
+        self._prefixes = PrefixMemory()
         self._calls: dict[str, int] = {}  # open ones, for each address that a channel was opened to
         self._known: dict[str, Fingerprint] = {}
         self._change = asyncio.Event()
@@ -67,13 +74,18 @@ class Fleet:
 
     # Which engine
 
-    def pick(self, base: Fingerprint, digest: Digest | None, avoid: Collection[str]) -> Engine | None:
-        engines = {_key(member): member for member in self._engines()}
-        chosen = scores.pick([self._view(m) for m in engines.values()], base, digest, avoid)
-        if chosen is None:
-            return None
-        beat = engines[chosen.key].beat
-        return Engine(chosen.key, beat.id, beat.address)
+    def pick(
+        self, base: Fingerprint, digest: Digest | None, avoid: Collection[str] = (), *, chain: Chain = ()
+    ) -> Engine | None:
+        """The engine for a sequence whose prompt has this chain; None when there is none now."""
+        engines = {_key(member): member for member in self._members() if member.beat.kind == "engine"}
+        wanted = Wanted(base, digest, self._prefixes.matches(chain), avoid)
+        chosen = scores.pick([self._view(member) for member in engines.values()], wanted)
+        return None if chosen is None else _engine(engines[chosen.key])
+
+    def note_prefix(self, engine: Engine, chain: Chain) -> None:
+        """This engine computes these tokens now: what begins alike may find them there."""
+        self._prefixes.note(chain, engine.key)
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait for a change among the members; False when none came in time."""
@@ -90,13 +102,37 @@ class Fleet:
         self._change.set()
 
     def note_failure(self, engine: Engine, error: InfiniLoraError) -> None:
-        if isinstance(error, Unavailable):
-            now = time.monotonic()
-            self._rests_until = {key: until for key, until in self._rests_until.items() if until > now}
-            self._rests_until[engine.key] = now + REST_S
+        """An engine that says why it does not is there; one that says nothing is left alone until it answers."""
+        if isinstance(error, Unreachable) and not self._breakers.is_open(engine.key):
+            self._breakers.note_silence(engine.key, time.monotonic())
+            logger.warning("engine does not answer", extra={"engine_id": engine.id, "reason": error.message})
+
+    async def watch_health(self) -> None:
+        """Ask engines that did not answer whether they do again. Runs for ever."""
+        while True:
+            await asyncio.sleep(HEALTH_TICK_S)
+            if due := self._breakers.due(time.monotonic()):
+                async with asyncio.TaskGroup() as group:
+                    for member in self._members():
+                        if member.beat.kind == "engine" and _key(member) in due:
+                            group.create_task(self._ask_health(_engine(member)))
+
+    async def _ask_health(self, engine: Engine) -> None:
+        client = self._channels.client(HEALTH_SERVICE, engine.address)
+        with self._calling(engine):
+            try:
+                await client.unary("Check", HealthRequest(), timeout_s=HEALTH_TIMEOUT_S)
+            except (Unreachable, DeadlineExceeded):
+                return
+            except InfiniLoraError as error:  # whatever it says, it answers
+                logger.debug("health refused", extra={"engine_id": engine.id, "code": error.code})
+        self._breakers.note_answer(engine.key)
+        self._change.set()
+        logger.info("engine answers again", extra={"engine_id": engine.id})
 
     async def forget_gone(self) -> None:
         """Close the channels to addresses at which nobody is known any more: engines come and go for ever."""
+        self._breakers.keep({_key(member) for member in self._members()})
         there = {member.beat.address for member in self._members()}
         for address in [a for a, calls in self._calls.items() if not calls and a not in there]:
             del self._calls[address]
@@ -155,9 +191,11 @@ class Fleet:
         total = engine_load.kv_blocks_total
         return EngineView(
             key=key,
-            base=member.beat.base or Fingerprint(""),
+            base=member.beat.base,
+            is_alive=member.health != "dead" and member.beat.state != "starting",
             is_draining=member.beat.state == "draining",
-            is_suspect=member.health == "suspect" or time.monotonic() < self._rests_until.get(key, 0.0),
+            is_suspect=member.health == "suspect",
+            is_open=self._breakers.is_open(key),
             running=engine_load.running,
             waiting=engine_load.waiting,
             in_flight=self._in_flight.get(key, 0),
@@ -168,6 +206,10 @@ class Fleet:
 
 def _left_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
+
+
+def _engine(member: Member) -> Engine:
+    return Engine(_key(member), member.beat.id, member.beat.address)
 
 
 def _key(member: Member) -> str:

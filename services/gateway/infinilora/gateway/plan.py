@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from infinilora.gateway.bases import Base
 from infinilora.gateway.choice import Choice
-from infinilora.gateway.relay import Job
+from infinilora.gateway.progress import Job
 from infinilora.gateway.schema import MAX_CHOICES, Body, sampling, stop_strings, with_choice
 from infinilora.protocol.errors import ContextLengthExceeded, InvalidRequest
 from infinilora.protocol.ids import Digest, Fingerprint
@@ -102,6 +102,7 @@ class Plan:
             digest=self.target.digest,
             prompt=prompt.ids,
             sampling=with_choice(parameters, index % self.n),
+            slo_class=self.body.slo_class or "standard",
             fallback_base=self.body.lora_fallback == "base"
             or (self.body.lora_fallback is None and self.target.allows_base),
             deadline=self.limits.deadline,

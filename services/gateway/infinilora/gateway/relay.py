@@ -2,58 +2,18 @@
 
 Engines retry LoRA servers and this file retries engines; nobody else retries. A sequence that an engine lost
 is continued elsewhere with its prompt and the tokens so far: noise depends on the seed and the token's index
-only, so the continuation is the one the lost engine would have made.
+only, so the continuation is the one the lost engine would have made. What fails for good: progress.py.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from infinilora.gateway.fleet import Engine, Fleet
-from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Internal, Unavailable
-from infinilora.protocol.generate_pb2 import Finished, GenerateEvent, GenerateRequest, Sampling
-from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint
-
-logger = logging.getLogger(__name__)
-
-RETRY_PAUSE_S = 0.25
-"""Between two rounds over engines that have all failed."""
-MAX_CONTINUATIONS = 8
-"""A sequence that loses this many engines in mid-stream is given up: it may be what kills them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What one sequence asks of the fleet. `deadline` and `patience_s` bound the whole and the search.
-
-    `deadline` is in the seconds of `time.monotonic`; `patience_s` is how long to look for an engine that takes
-    the sequence before its first token.
-    """
-
-    request_id: str
-    base: Fingerprint
-    digest: Digest | None
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    fallback_base: bool
-    deadline: float
-    patience_s: float
-
-    def request(self, produced: list[int]) -> GenerateRequest:
-        return GenerateRequest(
-            protocol_version=PROTOCOL_VERSION,
-            request_id=self.request_id,
-            token_ids=[*self.prompt, *produced],
-            num_prompt_tokens=len(self.prompt),
-            digest=self.digest or "",
-            slo_class="interactive",
-            deadline_ms=max(1, int((self.deadline - time.monotonic()) * 1000)),
-            sampling=self.sampling,
-            fallback_base=self.fallback_base,
-        )
+from infinilora.gateway.progress import Job, Progress
+from infinilora.protocol.errors import InfiniLoraError, Internal, Unavailable
+from infinilora.protocol.generate_pb2 import GenerateEvent
 
 
 class Relay:
@@ -68,8 +28,11 @@ class Relay:
 
         Raises an InfiniLoraError when no engine can begin it within its patience, or go on with it.
         """
-        progress = _Progress(job)
+        progress = Progress(job, time.monotonic())
         while True:
+            if end := progress.lost_end():
+                yield end
+                return
             engine = await self._next_engine(progress)
             try:
                 async with aclosing(self._attempt(engine, progress)) as events:
@@ -79,98 +42,29 @@ class Relay:
                             return
                 raise Unavailable(f"engine {engine.id} ended the stream before the sequence")
             except InfiniLoraError as error:
-                progress.note_failure(engine, error)
                 self._fleet.note_failure(engine, error)
+                progress.note_failure(engine, error, time.monotonic())
                 self._on_retry()
 
-    async def _attempt(self, engine: Engine, progress: "_Progress") -> AsyncGenerator[GenerateEvent, None]:
-        """Events of one engine that the client has not had yet; produced tokens are noted."""
-        job = progress.job
-        if progress.is_complete:  # lost after its last token and before its end
-            yield progress.finished()
-            return
-        async with aclosing(self._fleet.generate(engine, job.request(progress.produced), job.deadline)) as events:
+    async def _attempt(self, engine: Engine, progress: Progress) -> AsyncGenerator[GenerateEvent, None]:
+        """One engine's events, noted; what it has computed by the end is remembered for those who come after."""
+        request = progress.request(time.monotonic())
+        self._fleet.note_prefix(engine, progress.chain())
+        async with aclosing(self._fleet.generate(engine, request, progress.job.deadline)) as events:
             async for event in events:
-                kind = event.WhichOneof("event")
-                if kind == "prompt_logprobs" and progress.has_prompt_logprobs:
-                    continue
-                progress.note(event)
-                yield event
+                yield progress.note(event)
+                if event.HasField("finished"):
+                    self._fleet.note_prefix(engine, progress.chain())
 
-    async def _next_engine(self, progress: "_Progress") -> Engine:
-        """The best engine not tried yet; while patience lasts, one that comes or comes back."""
-        job = progress.job
+    async def _next_engine(self, progress: Progress) -> Engine:
+        """The best engine not tried in this round; while patience lasts, one that comes or comes back."""
+        job, chain = progress.job, progress.chain()
         while True:
-            if time.monotonic() >= job.deadline:
-                raise DeadlineExceeded("the request's deadline passed before it finished")
-            if engine := self._fleet.pick(job.base, job.digest, progress.failed):
+            if engine := self._fleet.pick(job.base, job.digest, progress.failed, chain=chain):
                 return engine
-            if progress.error is not None and not progress.may_wait:
-                raise progress.error
-            if time.monotonic() >= progress.patience_ends:
-                raise progress.error or Unavailable("no engine of this base model is alive", retry_after_s=2.0)
-            if not await self._fleet.changed(RETRY_PAUSE_S):
-                progress.failed.clear()
-
-
-class _Progress:
-    """How far a job has come. `failed` holds keys of engines that failed it; a restarted one has a new key."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.produced: list[int] = []
-        self.has_prompt_logprobs = False
-        self.failed: set[str] = set()
-        self.error: InfiniLoraError | None = None
-        self.patience_ends = min(time.monotonic() + job.patience_s, job.deadline)
-        self._continuations = 0
-
-    @property
-    def is_complete(self) -> bool:
-        wanted = self.job.sampling.max_tokens
-        return len(self.produced) >= wanted > 0
-
-    @property
-    def may_wait(self) -> bool:
-        """Only before the first event, and only for what is away; a full engine is the client's to retry."""
-        return not self.produced and not self.has_prompt_logprobs and isinstance(self.error, Unavailable)
-
-    def note(self, event: GenerateEvent) -> None:
-        match event.WhichOneof("event"):
-            case "token":
-                self.produced.append(event.token.id)
-            case "prompt_logprobs":
-                self.has_prompt_logprobs = True
-            case _:
-                return
-
-    def note_failure(self, engine: Engine, error: InfiniLoraError) -> None:
-        """Keep a failure that another engine may heal; raise the others."""
-        if not error.retryable or isinstance(error, DeadlineExceeded):
-            raise error
-        if self.produced or self.has_prompt_logprobs:
-            self._continuations += 1
-            # What may be base output in an adapter's place must not go on as the adapter's, nor the other way round.
-            if self._continuations > MAX_CONTINUATIONS or self.job.fallback_base:
-                raise error
-        self.failed.add(engine.key)
-        self.error = error
-        logger.info(
-            "sequence lost its engine",
-            extra={
-                "request_id": self.job.request_id,
-                "engine_id": engine.id,
-                "code": error.code,
-                "reason": error.message,
-                "produced": len(self.produced),
-            },
-        )
-
-    def finished(self) -> GenerateEvent:
-        made = len(self.produced)
-        return GenerateEvent(
-            finished=Finished(reason="length", prompt_tokens=len(self.job.prompt), completion_tokens=made)
-        )
+            progress.check_patience(time.monotonic())
+            if not await self._fleet.changed(progress.pause_s):
+                progress.begin_round()
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -13,6 +13,7 @@ import msgspec
 
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.generate_pb2 import Sampling
+from infinilora.protocol.ids import SloClass
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -56,6 +57,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     lora_fallback: Literal["base", "none"] | None = None
     return_token_ids: bool | None = None
+    slo_class: SloClass | None = None
     user: str | None = None
 
 

@@ -43,7 +43,7 @@ class Settings(Common):
     max_upload_mb: int = Field(default=16 << 10, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     patience_s: float = Field(default=10.0, ge=0)
-    """How long a request looks for an engine that takes it, before its first token."""
+    """How long a request looks for an engine that takes it, from its start, and again when it has lost one."""
 
     max_rank: int = Field(default=MAX_RANK, ge=1, le=1 << 20)
     """The highest LoRA rank that any module of an adapter may have; one with a higher is refused with both numbers."""

@@ -113,6 +113,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         "registry revisions": registry.follow_revisions,
         "heat": accounting.write_heat,
         "members": lambda: _follow_members(ties.members, fleet),
+        "health": fleet.watch_health,
         "bases": lambda: _read_bases(fleet, shelf),
     }
     return Gateway(create_app(deps), fleet, registry, admission, background)

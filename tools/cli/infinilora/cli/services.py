@@ -34,7 +34,8 @@ class Plan:
     var_dir: Path
     gateway_port: int
     coordinator_port: int
-    engine_port: int
+    engine_ports: tuple[int, ...]
+    """One for each engine."""
     lora_server_port: int
     """Of its head, where it is several processes."""
     lora_shape: str = "1x1"
@@ -53,14 +54,13 @@ class Plan:
 
 def services(plan: Plan) -> list[Program]:
     """The programs, in the order in which they start; the last is the first to stop."""
-    programs = [coordinator(plan), engine(plan), gateway(plan)]
-    if plan.lora == "remote":
-        programs[2:2] = [lora_server(plan, shard) for shard in range(1 + len(plan.shard_ports))]
-    return programs
+    engines = [engine(plan, number) for number in range(len(plan.engine_ports))]
+    shards = [lora_server(plan, shard) for shard in range(1 + len(plan.shard_ports))] if plan.lora == "remote" else []
+    return [coordinator(plan), *engines, *shards, gateway(plan)]
 
 
 def stopping(programs: Iterable[str]) -> list[list[str]]:
-    """The names of programs in the order in which they stop: the shards of a group together, as they end together."""
+    """The names of programs in the order in which they stop: processes of one service together."""
     last_first = reversed(list(programs))
     return [list(names) for _, names in groupby(last_first, lambda name: name.partition(".")[0])]
 
@@ -70,17 +70,20 @@ def coordinator(plan: Plan) -> Program:
     return _program(plan, "coordinator", settings, answers(f"{plan.coordinator_url}/readyz"), READY_S)
 
 
-def engine(plan: Plan) -> Program:
+def engine(plan: Plan, number: int = 0) -> Program:
+    """One of the engines, which share the threads."""
+    engine_id = f"engine-{number}"
     settings = {
-        "ENGINE_ID": "engine-0",
-        "LISTEN": f"{HOST}:{plan.engine_port}",
+        "ENGINE_ID": engine_id,
+        "LISTEN": f"{HOST}:{plan.engine_ports[number]}",
         "MODEL": str(plan.model),
         "SERVED_NAME": plan.served_name,
         "LORA": plan.lora,
-        "THREADS": str(plan.threads),
+        "THREADS": str(max(1, plan.threads // len(plan.engine_ports))),
         "LINK_DIR": str(plan.link_dir),
     }
-    return _program(plan, "engine", settings, _member(plan, "engine"), MODEL_READY_S)
+    name = f"engine.{number}" if number else "engine"
+    return _program(plan, "engine", settings, _member(plan, "engine", engine_id), MODEL_READY_S, name=name)
 
 
 def lora_server(plan: Plan, shard: int = 0) -> Program:
@@ -128,14 +131,15 @@ def _program(
     )
 
 
-def _member(plan: Plan, kind: str) -> Probe:
-    """A probe: does the coordinator know a ready process of this kind?"""
+def _member(plan: Plan, kind: str, member_id: str = "") -> Probe:
+    """A probe: does the coordinator know a ready process of this kind (and of this id, where one is given)?"""
 
     async def probe() -> bool:
         try:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as http:
                 answer = await http.get(f"{plan.coordinator_url}/v1/fleet")
-                return answer.is_success and any(_is_ready(member, kind) for member in answer.json()["members"])
+                members = answer.json()["members"] if answer.is_success else []
+                return any(_is_ready(m, kind) for m in members if member_id in ("", m["id"]))
         except (httpx.HTTPError, ValueError):
             return False
 

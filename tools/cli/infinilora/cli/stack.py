@@ -51,6 +51,7 @@ class Stack:
         port: int = 0,
         lora: str = "remote",
         lora_shape: str = "1x1",
+        engines: int = 1,
         threads: int | None = None,
         urls: Urls | None = None,
         extra_env: Mapping[str, str] | None = None,
@@ -66,6 +67,9 @@ class Stack:
         self._shape = Shape.parse(lora_shape)
         if lora != "remote" and self._shape.num_shards > 1:
             raise InvalidRequest(f"lora is {lora!r}: there is no LoRA server of shape {lora_shape}", param="lora_shape")
+        if engines < 1:
+            raise InvalidRequest(f"engines is {engines}; wanted at least one", param="engines")
+        self._num_engines = engines
         self._threads = threads or os.cpu_count() or 1
         self._urls = (urls or Urls())._asdict()
         self._extra_env = dict(extra_env or {})
@@ -151,8 +155,8 @@ class Stack:
         return {"INFINILORA_RPC_TOKEN": self.home.secrets().rpc_token, **addresses, **credentials}
 
     def _plan_services(self, gateway_port: int, shared: dict[str, str]) -> Plan:
-        ports = kept_ports(self.home.ports_file, "services", 2 + self._shape.num_shards)
-        coordinator, engine, lora_server, *shards = ports
+        ports = kept_ports(self.home.ports_file, "services", 1 + self._shape.num_shards + self._num_engines)
+        coordinator, lora_server, *others = ports
         return Plan(
             model=self.model,
             served_name=self.served_name,
@@ -162,10 +166,10 @@ class Stack:
             var_dir=self.home.directory,
             gateway_port=gateway_port,
             coordinator_port=coordinator,
-            engine_port=engine,
+            engine_ports=tuple(others[: self._num_engines]),
             lora_server_port=lora_server,
             lora_shape=str(self._shape),
-            shard_ports=tuple(shards),
+            shard_ports=tuple(others[self._num_engines :]),
             shared={**shared, **self._extra_env},
         )
 

@@ -24,7 +24,8 @@ LoraShape = Annotated[
     str,
     typer.Option("--lora-shape", help="Processes of the LoRA server: ExL, experts cut E ways and layers L ways."),
 ]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for an engine's step; 0: all.")]
+Engines = Annotated[int, typer.Option("--engines", min=1, help="Engines of the base model; they share the threads.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for the engines' steps; 0: all.")]
 Nats = Annotated[str, typer.Option("--nats", help="A NATS server of yours: nats://user:password@host:port.")]
 Redis = Annotated[str, typer.Option("--redis", help="A Redis server of yours: redis://:password@host:port/0.")]
 Store = Annotated[
@@ -46,6 +47,7 @@ def up(  # noqa: PLR0913 - each is an option
     port: Port = 8000,
     lora: Lora = "remote",
     lora_shape: LoraShape = "1x1",
+    engines: Engines = 1,
     threads: Threads = 0,
     nats: Nats = "",
     redis: Redis = "",
@@ -70,6 +72,7 @@ def up(  # noqa: PLR0913 - each is an option
             port=port,
             lora=lora,
             lora_shape=lora_shape,
+            engines=engines,
             threads=threads or None,
             urls=Urls(nats, redis, store),
             on_event=on_event,

@@ -2,10 +2,10 @@
 
     add -> waiting --(lease ready, blocks free)--> running --> finished
                ^                                     |
-               +------------- preempted -------------+        youngest first, recomputed later
+               +------------- preempted -------------+        last due first, recomputed later
 
 Each step has a token budget. Running sequences that miss one token go first, then the others, then waiting
-ones in order of arrival. Three rules about waiting:
+ones; each in the order in which they are due (urgency.py), then of arrival. Three rules about waiting:
 
 1. A lease comes before blocks. A sequence whose adapter is not resident is passed over and delays nobody.
 2. Among those whose adapter is resident nobody passes anybody: the first that finds no blocks ends admission.
@@ -20,7 +20,8 @@ Pure: leases are asked through the `Leases` given, time and memory are nobody's 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from bisect import insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -104,7 +105,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue it, and ask for its lease at once."""
         sequence.arrival = next(self._arrivals)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_rank)
         self._want(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -182,11 +183,11 @@ class Scheduler:
         return budget
 
     def _runnable(self, plan: Plan, *, decode: bool) -> Iterator[Sequence]:
-        """Running sequences with a ready lease, oldest first. One whose lease is lost pauses and keeps its blocks.
+        """Running sequences with a ready lease, first due first. One whose lease is lost pauses and keeps its blocks.
 
         Parked ones wait for their own pass.
         """
-        for sequence in sorted(self.running, key=_arrival):
+        for sequence in sorted(self.running, key=_rank):
             if (sequence.num_missing == 1) is not decode:
                 continue
             match self._state(sequence):
@@ -196,7 +197,7 @@ class Scheduler:
                     plan.failed.append(sequence)
 
     def _cover(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Blocks for `count` more tokens, at the expense of younger sequences if need be."""
+        """Blocks for `count` more tokens, at the expense of sequences that are due later if need be."""
         wanted = self.pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         while wanted > 0:
             taken = self.pool.take(wanted)
@@ -210,12 +211,12 @@ class Scheduler:
         return True
 
     def _victim(self, sequence: Sequence, plan: Plan) -> Sequence | None:
-        """The youngest that pauses, else the youngest not in this step and younger than `sequence`."""
+        """The last due that pauses, else the last due not in this step and due later than `sequence`."""
         busy = {id(rows.sequence) for rows in plan.rows} | {id(sequence)}
         idle = [s for s in self.running if id(s) not in busy]
         paused = [s for s in idle if self._state(s) is not LeaseState.READY]
-        younger = [s for s in idle if s.arrival > sequence.arrival]
-        return max(paused or younger, key=_arrival, default=None)
+        later = [s for s in idle if _rank(s) > _rank(sequence)]
+        return max(paused or later, key=_rank, default=None)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Back to the queue; the lease is asked for again at once."""
@@ -229,8 +230,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._give_up(sequence)
         sequence.phase = Phase.WAITING
-        self.waiting.append(sequence)
-        self.waiting.sort(key=_arrival)
+        insort(self.waiting, sequence, key=_rank)
 
     # Waiting sequences ------------------------------------------------------------------------------
 
@@ -341,4 +341,6 @@ def _count_bypass(passed: list[Sequence]) -> None:
         sequence.times_bypassed += 1
 
 
-_arrival: Callable[[Sequence], int] = lambda sequence: sequence.arrival  # noqa: E731 - a sort key, named once
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    """Who goes first: a total order that never changes, so the first of all is never preempted."""
+    return (sequence.due_s, sequence.arrival)
