@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -25,6 +26,7 @@ ENV: dict[str, dict[str, str]] = {
         "INFINILORA_DELETE_GRACE_S": "0.2",
     },
     "L/lives": {},
+    "L/engines": {},
     "L/bf16": {},
 }
 """What a world's services are told beyond the defaults; before the slash is the fixture base."""
@@ -65,7 +67,8 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             urls = Urls(store=server.url("cases"))
             env = keys(server) | elsewhere(proxy.endpoint)
         try:
-            more = {"lora_shape": variant} if re.fullmatch(r"\dx\d", variant) else {}
+            more: dict[str, Any] = {"lora_shape": variant} if re.fullmatch(r"\dx\d", variant) else {}
+            more |= {"engines": 2} if variant == "engines" else {}
             api = await factory.start(checkpoint, env=env, urls=urls, **more)
             made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)
             await made.settle()

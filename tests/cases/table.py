@@ -85,10 +85,14 @@ CASES = {
     "D14": Case("endpoint, region, TLS of one's own", "holds"),
     "D15": Case("S3 errors as API errors", "holds"),
     "D16": Case("restarts forget nothing", "holds"),
+    "D17": Case("some engines stall, come, go", "holds"),
+    "D23": Case("healthy but dead", "holds"),
+    "D24": Case("rolling restart: engines", "holds"),
     "D28": Case("cached files that vanish", "holds"),
     "D29": Case("the disk cache stays within its bytes", "holds"),
     "D30": Case("no reads once it is resident", "holds"),
     "D31": Case("two versions at once", "exact"),
+    "D33": Case("an adapter goes back to where it was warm", "holds"),
 }
 
 

@@ -1,0 +1,124 @@
+"""Class D, several engines of one base: who is asked, and what a client sees when one hangs, drains or comes back."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from support.cases import PROMPT, Change, Files, config, keyed, modules
+from support.worlds import World, on
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
+
+QV = modules("q_proj", "v_proj")
+READY_WITHIN_S = 10.0
+LONG = list(range(3, 99))
+
+
+async def made(world: World, name: str, seed: int) -> list[Change]:
+    """An adapter of this name; what it changes."""
+    loras = world.oracle.loras(QV, seed=seed)
+    await world.register(Files(config(), keyed(loras)), name=name)
+    return world.oracle.merge(loras, 2.0)
+
+
+def send(world: World, name: str, number: signal.Signals) -> int:
+    """Signal a program and whatever it started."""
+    pid = world.factory.stack.pid(name)
+    assert pid is not None
+    os.killpg(pid, number)
+    return pid
+
+
+async def ready(world: World, *, within_s: float, wanted: bool = True) -> None:
+    """Wait until the gateway says that it is ready, or that it is not."""
+    async with asyncio.timeout(within_s):
+        while ((await world.api.http.get("/readyz")).status_code == 200) is not wanted:
+            await asyncio.sleep(0.05)
+
+
+async def engines(world: World, count: int) -> None:
+    """Wait until so many engines are alive and ready."""
+
+    def are_there(fleet: dict[str, list[dict[str, str]]]) -> bool:
+        members = [m for m in fleet["members"] if m["kind"] == "engine"]
+        return sum((m["state"], m["health"]) == ("ready", "alive") for m in members) == count
+
+    await world.factory.fleet(are_there, within_s=60)
+
+
+@on("L/engines")
+async def test_d17_a_new_adapter_is_right_on_every_engine_that_is_asked(running: World) -> None:
+    changes = await made(running, "d17", 170)
+
+    async def ask(times: int) -> None:
+        for _ in range(times // 4):
+            await asyncio.gather(*(running.serves("d17", changes) for _ in range(4)))
+
+    pid = send(running, "engine.1", signal.SIGSTOP)  # it loads nothing and says nothing
+    await ask(20)
+    os.killpg(pid, signal.SIGCONT)
+    await engines(running, 2)
+    await ask(20)
+    async with running.factory.another_engine("engine-new"):
+        await ask(20)
+        send(running, "engine", signal.SIGKILL)
+        await ask(20)
+    await engines(running, 2)
+
+
+@on("L/engines")
+async def test_d24_a_rolling_restart_cuts_no_stream(running: World) -> None:
+    changes = await made(running, "d24", 240)
+    stack = running.factory.stack
+    for name in ("engine", "engine.1"):
+        before = stack.pid(name)
+        streams = [asyncio.create_task(running.serves("d24", changes)) for _ in range(10)]
+        await asyncio.sleep(0)
+        assert before is not None
+        os.kill(before, signal.SIGTERM)
+        while stack.pid(name) in (before, None):
+            await running.serves("d24", changes)
+        await asyncio.gather(*streams)
+        await engines(running, 2)
+
+
+@on("L/engines")
+async def test_d33_an_idle_adapter_goes_back_to_where_it_was_warm(running: World) -> None:
+    changes = {f"d33-{number}": await made(running, f"d33-{number}", 330 + number) for number in range(10)}
+    for name, wanted in changes.items():
+        await asyncio.gather(running.serves(name, wanted), running.api.generate("tiny", PROMPT, max_tokens=8))
+        await running.api.generate(name, LONG, max_tokens=1)
+    body = {"prompt": LONG, "max_tokens": 1, "temperature": 0}
+    for name in changes:
+        for _ in range(2):
+            answer = (await running.api.http.post("/v1/completions", json={"model": name, **body})).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "another engine computed it anew"
+
+
+@on("L/lives")
+async def test_d23_healthy_but_dead(running: World) -> None:
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        await ready(running, within_s=60)
+        started = time.monotonic()
+        asked = asyncio.create_task(running.api.http.get("/healthz"))
+        pid = send(running, "engine", number)
+        if number == signal.SIGSTOP:
+            await ready(running, within_s=READY_WITHIN_S, wanted=False)
+            assert time.monotonic() - started < READY_WITHIN_S
+            answer = await running.api.http.post(
+                "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 1}, timeout=60
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+            os.killpg(pid, signal.SIGCONT)
+        assert (await asked).status_code == 200
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(httpx.HTTPStatusError):
+                    await running.serves("tiny")
+                    break
+                await asyncio.sleep(0.2)
