@@ -1,6 +1,8 @@
 """What every blob store promises, on a directory and on a real S3 server."""
 
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from infinilora.protocol.errors import InvalidRequest, StoreFull, StoreRefused, Unavailable
+from infinilora.runtime import directory_blobs
 from infinilora.runtime.blob_store import SCRATCH
 from infinilora.runtime.blobs import BlobStore, Changed, DirectoryBlobs, open_blobs
 from infinilora.runtime.credentials import Credentials
@@ -122,6 +125,45 @@ def test_a_file_that_comes_between_the_last_look_and_the_deletion_is_put_back(tm
     blobs._remove(tmp_path / "x", before)
     assert blobs.get("x") == b"two"
     assert list((tmp_path / SCRATCH).iterdir()) == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from infinilora.runtime.blobs import DirectoryBlobs
+class Slow:
+    def read(self, size):
+        print("writing", flush=True)
+        return sys.stdin.buffer.read(1)
+DirectoryBlobs(Path(sys.argv[1]))._write("x", Slow(), if_absent=False)
+"""
+
+
+def test_what_a_killed_writer_leaves_is_swept_and_a_living_ones_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / SCRATCH
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as living,
+    ):
+        for writer in (killed, living):
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"writing\n"
+        killed.kill()
+        killed.wait()
+        assert len(list(scratch.iterdir())) == 2
+        DirectoryBlobs(tmp_path).put("young", b"")
+        assert len(list(scratch.iterdir())) == 2, "what was written to a moment ago is nobody's to judge"
+        monkeypatch.setattr(directory_blobs, "ABANDONED_S", -1.0)
+        blobs = DirectoryBlobs(tmp_path)
+        blobs.put("y", b"")
+        assert len(list(scratch.iterdir())) == 1
+        living.communicate(b"")  # the end of what it writes
+        assert living.returncode == 0
+    assert list(scratch.iterdir()) == []
+    assert blobs.get("x") == b""
 
 
 def test_what_is_not_there_is_said_so(blobs: BlobStore) -> None:

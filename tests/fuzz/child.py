@@ -135,7 +135,7 @@ def read_config(data: bytes) -> None:
 MEMBERS = (
     ("run/adapter_config.json", b"{}"),
     ("run/x/y.txt", b"z" * 700),
-    ("run/adapter_model.safetensors", b"w" * 900),
+    ("run/adapter_model.safetensors", tensor_file(TABLE, 96)),
 )
 
 

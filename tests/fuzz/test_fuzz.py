@@ -12,7 +12,7 @@ import pytest
 from infinilora.gateway import confine
 
 CHILD = Path(__file__).with_name("child.py")
-MEMORY_MB, CPU_S = 1024, 3600
+MEMORY_MB, CPU_S, FILES_MB = 1024, 3600, 64
 KINDS = ("tensors", "config", "archive", "compressed", "form")
 IN_SUITE, IN_SOAK, ROUND = 4_000, 200_000, 20_000
 """Inputs of each kind; and in one process, which keeps hypothesis from remembering them all."""
@@ -20,7 +20,7 @@ IN_SUITE, IN_SOAK, ROUND = 4_000, 200_000, 20_000
 
 def round_of(kind: str, seed: int, count: int) -> dict[str, Any]:
     """What a confined process says after its inputs; fails with its last words otherwise."""
-    limits = (str(os.getpid()), str(MEMORY_MB), str(CPU_S))
+    limits = (str(os.getpid()), str(MEMORY_MB), str(CPU_S), str(FILES_MB))
     command = [
         sys.executable,
         "-IS",

@@ -24,7 +24,7 @@ from infinilora.gateway.facts import FactsRoad
 from infinilora.gateway.fleet import Fleet
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Beat
-from infinilora.protocol.errors import DeadlineExceeded, Internal, Unavailable
+from infinilora.protocol.errors import DeadlineExceeded, TooLarge, Unavailable
 from infinilora.protocol.generate_pb2 import FilePiece
 from infinilora.runtime.membership import Member
 from infinilora.runtime.rpc import Channels, serving
@@ -94,15 +94,15 @@ class Place:
         finally:
             desk.close()
 
-    async def ask(self) -> Array:
-        """The rows that come of asking for two of them."""
+    async def ask(self, indices: Array = INDICES) -> Array:
+        """The rows that come of asking for them."""
         asking = Asking(self.card)
-        asking.rows(EMBED, INDICES)
+        asking.rows(EMBED, indices)
         with pytest.raises(FactsWanted) as wanted:
             asking.check_answered()
         write_request(self.root / "request", self.card.fingerprint, wanted.value.questions)
         await self.road.ask(self.card, self.root / "request", self.root / "answer")
-        rows = Asking(self.card, self.root / "answer").rows(EMBED, INDICES)
+        rows = Asking(self.card, self.root / "answer").rows(EMBED, indices)
         assert rows is not None
         return rows
 
@@ -171,10 +171,20 @@ async def test_registration_waits_for_an_engine_and_keeps_nothing_meanwhile(
         assert [model["id"] for model in (await house.http.get("/v1/models")).json()["data"]] == ["tiny"]
 
 
-async def test_a_request_larger_than_an_engine_takes_is_a_fault_of_ours(model: TinyModel, tmp_path: Path) -> None:
+async def test_a_request_larger_than_an_engine_takes_is_told_with_the_setting(model: TinyModel, tmp_path: Path) -> None:
     async with place_of(model, tmp_path) as place, place.engine("e1", max_bytes=100):
-        with pytest.raises(Internal, match="could not answer"):
+        with pytest.raises(TooLarge, match=r"engine of 'tiny' .*asked .*100 bytes \(INFINILORA_FACTS_MB\)") as raised:
             await place.ask()
+        assert raised.value.http_status == 413
+        async with place.engine("e2"):
+            assert np.array_equal(await place.ask(), place.wanted)
+
+
+async def test_an_answer_larger_than_an_engine_gives_is_told_with_the_setting(model: TinyModel, tmp_path: Path) -> None:
+    """A question of a kilobyte about twelve kilobytes of rows."""
+    async with place_of(model, tmp_path) as place, place.engine("e1", max_bytes=4000):
+        with pytest.raises(TooLarge, match=r"answered .*\(INFINILORA_FACTS_MB\)"):
+            await place.ask(np.arange(100))
 
 
 async def test_an_engine_without_a_disk_is_passed_over(model: TinyModel, tmp_path: Path) -> None:

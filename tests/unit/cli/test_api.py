@@ -82,7 +82,8 @@ class Gateway(BaseHTTPRequestHandler):
             told = {"version": 2, "digest": "sha256:d", "blocks": 3, "bytes": 2000}
             is_whole = name != "rotten"
             faults = [] if is_whole else ["layer 0, qkv: another hash"]
-            self._say(200, {**told, "ok": is_whole, "num_faults": len(faults), "faults": faults})
+            test = {"parts": 6, "error": 1.25e-7} if name == "a" else None
+            self._say(200, {**told, "ok": is_whole, "num_faults": len(faults), "faults": faults, "self_test": test})
             return
         self._say(200, {**RECORD, "name": "a", "digest": "sha256:d"})
 
@@ -226,12 +227,18 @@ def test_names_are_pointed_rolled_back_and_verified(gateway: tuple[str, type[Gat
     assert run("adapter", "alias", "live", "a@v1", "--url", url)[:2] == (0, "live a@v1 sha256:d\n")
     assert run("adapter", "rollback", "a", "--url", url)[:2] == (0, "a v1 sha256:d\n")
     assert run("adapter", "rollback", "a", "--to", "v3", "--tenant", "t", "--url", url)[0] == 0
-    assert run("adapter", "verify", "a", "--url", url)[:2] == (0, "a v2 sha256:d: 3 blocks, 2.0 kB, all whole\n")
+    code, out, _ = run("adapter", "verify", "a", "--url", url)
+    assert code == 0
+    assert out.startswith("a v2 sha256:d: 3 blocks, 2.0 kB, all whole; self-test passed: 6 parts")
+    code, out, _ = run("adapter", "verify", "old", "--url", url)
+    assert code == 0
+    assert "not self-tested" in out
     assert seen.changes == [
         ("live/alias", "", {"target": "a@v1"}),
         ("a/rollback", "", {"to": None}),
         ("a/rollback", "tenant=t", {"to": 3}),
         ("a/verify", "", {}),
+        ("old/verify", "", {}),
     ]
     assert run("adapter", "rollback", "a", "--to", "latest", "--url", url)[0] == REFUSED
 

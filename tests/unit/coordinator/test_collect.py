@@ -123,6 +123,7 @@ class World:
 
     async def register(self, name: str, digest: Digest) -> None:
         self.blobs.put(keys.packed(digest), b"packed")
+        self.blobs.put(keys.reference(digest), b"its answers")
         await self.ledger.watch(digest)
         await self.ledger.point(
             "t", name, Content(BASE, digest, source="", num_bytes=6, max_rank=1, num_tensors=2, may_replace=True)
@@ -162,7 +163,10 @@ class World:
         )
 
     def has(self, digest: Digest) -> bool:
-        return self.blobs.stat(keys.packed(digest)) is not None
+        """Both of its objects, or none: half of an adapter is a fault."""
+        there = {self.blobs.stat(name) is not None for name in (keys.packed(digest), keys.reference(digest))}
+        assert len(there) == 1, "one of two objects is left"
+        return there.pop()
 
     async def state(self, digest: Digest) -> str | None:
         found = await self.store.get(keys.digest(digest), DigestRecord)
@@ -402,7 +406,8 @@ async def test_a_leader_that_does_not_know_that_another_leads_writes_nothing(tmp
         if state in ("dying", "gone"):
             await world.rounds(1)
         if state == "gone":
-            world.blobs.delete(keys.packed(A))
+            for name in (keys.packed(A), keys.reference(A)):
+                world.blobs.delete(name)
         before = (world.has(A), await world.state(A), await world.condemned())
         await world.succeed()
         await world.rounds()

@@ -12,10 +12,11 @@ from infinilora.pool.bind import site_weights
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import AdapterFailed, AdapterInvalid
 from infinilora.weights.check import plan_adapter
-from infinilora.weights.ingest import EXACT, ingest
+from infinilora.weights.ingest import ingest
 from infinilora.weights.packed import packed_ranges, read_header, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.plan import AdapterPlan, PartPlan
+from infinilora.weights.reference import EXACT
 from infinilora.weights.selftest import self_test
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors

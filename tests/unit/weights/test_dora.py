@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
+from infinilora.protocol.adapter import BaseCard, Manifest, SiteEntry, manifest_digest
 from infinilora.protocol.errors import AdapterInvalid, Internal
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.exports import MLX_TENSORS_FILE
 from infinilora.weights.facts import Facts, FactsWanted
 from infinilora.weights.factsfile import AnswerHead, Question, answer_bytes
-from infinilora.weights.ingest import EXACT, run
+from infinilora.weights.ingest import run
 from infinilora.weights.packed import packed_ranges, part_arrays, part_biases, part_colscales, read_header, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.plan import AdapterPlan, Dora, Factor, PartPlan
+from infinilora.weights.reference import EXACT, Retest, decode_reference, reference_file
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import self_test
 from infinilora.weights.synth import write_peft_adapter, write_tensors
@@ -457,3 +458,24 @@ def test_an_old_reader_of_version_two_keeps_the_manifest(tmp_path: Path) -> None
     assert manifest.pack_version == 2
     assert all(part.has_colscale for site in manifest.sites for part in site.parts)
     assert manifest_digest(manifest) == packed(tmp_path / "a", tmp_path / "again").digest
+
+
+def test_scaled_columns_are_tested_later_too(tmp_path: Path) -> None:
+    packed(dora(tmp_path / "a"), tmp_path / "packed")
+    reference = decode_reference(reference_file(tmp_path / "packed").read_bytes())
+
+    def faults(understand: Callable[[SiteEntry], SiteEntry]) -> list[str]:
+        with (tmp_path / "packed").open("rb") as file:
+            header = read_header(file)
+            retest, found = Retest(header.manifest, reference), list[str]()
+            for entry in header.manifest.sites:
+                file.seek(header.data_start + entry.offset)
+                found += retest.faults(understand(entry), 0, file.read(entry.num_bytes))
+        return found + retest.missing()
+
+    def unscaled(entry: SiteEntry) -> SiteEntry:
+        parts = tuple(msgspec.structs.replace(part, has_colscale=False) for part in entry.parts)
+        return msgspec.structs.replace(entry, parts=parts)
+
+    assert faults(lambda entry: entry) == []
+    assert len(faults(unscaled)) >= len(reference.parts)

@@ -143,7 +143,7 @@ def test_the_worker_reads_an_archive(tmp_path: Path, card_file: Path) -> None:
     assert msgspec.json.decode(done.stdout, type=IngestReport).digest == manifest_digest(
         ingest(source, CARD, tmp_path / "out")
     )
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["out"]
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"out", "out.reference"}
     done = run_worker(tmp_path / "a.tgz", card_file, tmp_path / "work" / "out2", "--max-bytes", "50")
     assert "request_too_large" in done.stdout
 

@@ -1,21 +1,33 @@
 """Archives: what is taken out of them, and what hostile ones do not get to do."""
 
+import gzip
 import io
+import json
 import random
 import struct
 import tarfile
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from infinilora.protocol.errors import InvalidRequest, SourceNotFound, TooLarge
+from infinilora.protocol.errors import AdapterInvalid, InvalidRequest, SourceNotFound, TooLarge
+from infinilora.weights.tensorfile import open_tensors
 from infinilora.weights.unpack import FileLimits, unpack_file
 
 LIMITS = FileLimits(max_bytes=10_000, max_entries=8)
-GOOD = (("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"x" * 300))
+
+
+def tensor_file(num_bytes: int) -> bytes:
+    """A safetensors file of one tensor."""
+    header = json.dumps({"x": {"dtype": "F16", "shape": [num_bytes // 2], "data_offsets": [0, num_bytes]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+GOOD = (("adapter_config.json", b"{}"), ("adapter_model.safetensors", tensor_file(300)))
 Members = tuple[tuple[str, bytes], ...]
 Pack = Callable[..., io.BytesIO]
 
@@ -219,3 +231,106 @@ def test_a_cut_archive_is_the_senders_fault(tmp_path: Path, pack: Pack, keep: fl
     data = pack((GOOD[1][0], random.Random(0).randbytes(3000)), GOOD[0]).getvalue()
     with pytest.raises((InvalidRequest, SourceNotFound)):
         unpack_file(io.BytesIO(data[: int(len(data) * keep)]), tmp_path, LIMITS)
+
+
+class Member(NamedTuple):
+    """A file of an archive: what it begins with, and its size; the rest is zeros."""
+
+    name: str
+    num_bytes: int
+    head: bytes = b""
+
+    def pieces(self) -> Iterator[bytes]:
+        yield self.head
+        left = self.num_bytes - len(self.head)
+        for start in range(0, left, 1 << 20):
+            yield bytes(min(1 << 20, left - start))
+
+
+def long_tar(*members: Member) -> io.BytesIO:
+    raw = io.BytesIO()
+    with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1) as out:
+        for member in members:
+            info = tarfile.TarInfo(member.name)
+            info.size = member.num_bytes
+            out.write(info.tobuf())
+            out.writelines(member.pieces())
+            out.write(bytes(-member.num_bytes % 512))
+        out.write(bytes(1024))
+    return raw
+
+
+def long_zip(*members: Member) -> io.BytesIO:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for member in members:
+            with archive.open(member.name, "w") as out:
+                out.writelines(member.pieces())
+    return raw
+
+
+def bytes_on_disk(directory: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+NESTED = [Member(f"{'d/' * depth}adapter_model.safetensors", 20 << 20, tensor_file(2)) for depth in range(10)]
+
+
+@pytest.mark.parametrize("pack", [long_tar, long_zip])
+@pytest.mark.parametrize(
+    "members", [[Member("adapter_model.safetensors", 200 << 20)], [Member("optimizer.pt", 200 << 20)], NESTED],
+    ids=["wanted", "not wanted", "nested"],
+)  # fmt: skip
+def test_an_archive_may_not_hold_a_hundred_times_its_own_bytes(
+    tmp_path: Path, pack: Callable[..., io.BytesIO], members: list[Member]
+) -> None:
+    archive = pack(*members)
+    assert archive.seek(0, io.SEEK_END) < 2 << 20
+    with pytest.raises(TooLarge, match=r"more than \d+ bytes, 100 times what the archive is"):
+        unpack_file(archive, tmp_path, FileLimits())
+    assert bytes_on_disk(tmp_path) < 1 << 20
+
+
+@pytest.mark.parametrize("pack", [long_tar, long_zip])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        (20 << 20).to_bytes(8, "little"),
+        (1 << 60).to_bytes(8, "little"),
+        tensor_file(2),
+        b"version https://git-lfs",
+    ],
+    ids=["no header", "a header as long as the file", "a longer one", "another size", "a pointer"],
+)
+def test_no_more_of_a_weight_file_is_written_than_shows_that_it_is_none(
+    tmp_path: Path, pack: Callable[..., io.BytesIO], head: bytes
+) -> None:
+    weights = Member("adapter_model.safetensors", 20 << 20, head)
+    chosen = unpack_file(pack(weights, Member("adapter_config.json", 2, b"{}")), tmp_path, FileLimits())
+    assert bytes_on_disk(tmp_path) < 1 << 20
+    assert (chosen / weights.name).stat().st_size == weights.num_bytes
+    with pytest.raises(AdapterInvalid, match=r"adapter_model\.safetensors"):
+        open_tensors(chosen / weights.name)
+
+
+@pytest.mark.parametrize("pack", [long_tar, long_zip])
+def test_a_b_that_is_all_zero_is_no_bomb(tmp_path: Path, pack: Callable[..., io.BytesIO]) -> None:
+    whole = tensor_file(40 << 20)
+    weights = Member("adapter_model.safetensors", len(whole), whole[: -(40 << 20)])
+    chosen = unpack_file(pack(weights, Member("adapter_config.json", 2, b"{}")), tmp_path, FileLimits())
+    assert (chosen / weights.name).read_bytes() == whole
+
+
+def test_entries_of_a_zip_that_lie_over_one_another_are_counted_each(tmp_path: Path) -> None:
+    """One compressed run of zeros, to which a whole directory of entries points."""
+    raw = long_zip(Member("0", 20 << 20)).getvalue()
+    start = raw.index(b"PK\x01\x02")
+    end = raw.index(b"PK\x05\x06")
+    entry = raw[start:end]
+    entries = b"".join(entry[:-1] + bytes([48 + number]) for number in range(10))
+    tail = bytearray(raw[end:])
+    struct.pack_into("<HHL", tail, 8, 10, 10, len(entries))
+    with pytest.raises((TooLarge, InvalidRequest)):
+        unpack_file(io.BytesIO(raw[:start] + entries + bytes(tail)), tmp_path, FileLimits())
+    assert bytes_on_disk(tmp_path) == 0

@@ -93,6 +93,11 @@ def packed(digest: Digest) -> str:
     return f"adapters/{digest.removeprefix('sha256:')}.safetensors"
 
 
+def reference(digest: Digest) -> str:
+    """What an adapter's own files computed, in a few numbers. Written by the adapter API, deleted with `packed`."""
+    return f"references/{digest.removeprefix('sha256:')}.json"
+
+
 def base_card(base: Fingerprint) -> str:
     """JSON `BaseCard`. Written by engines of that base."""
     return f"bases/{base.removeprefix('sha256:')}/card.json"

@@ -1,12 +1,18 @@
-"""A directory as a blob store. Writers rename a synced file into place; `link` decides who was first."""
+"""A directory as a blob store. Writers rename a synced file into place; `link` decides who was first.
+
+What a writer is about to rename lies in a scratch directory under its lock. The kernel lets go of the lock however
+the writer ends; what nobody holds, and nobody has touched for a while, is swept away by whoever writes next.
+"""
 
 import errno
+import fcntl
 import io
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +21,8 @@ from infinilora.runtime.blob_store import SCRATCH, Blob, Changed, check_object_n
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+ABANDONED_S = 600.0
+"""How long nobody has written to a scratch file that is swept. Some shared file systems keep locks to one host."""
 
 
 class DirectoryBlobs:
@@ -22,6 +30,7 @@ class DirectoryBlobs:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
+        self._is_swept = False
 
     def put_file(self, name: str, path: Path, *, if_absent: bool = False) -> bool:
         with path.open("rb") as source:
@@ -73,16 +82,27 @@ class DirectoryBlobs:
 
     def _remove(self, path: Path, wanted: Blob) -> None:
         """Take the file aside first: one that has come in its place between two system calls goes back."""
-        aside = self._root / SCRATCH / secrets.token_hex(8)
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(aside)
-        try:
-            info = aside.stat()
-            if Blob(info.st_size, _etag(info)) != wanted:
-                with suppress(FileExistsError):
-                    os.link(aside, path)
-        finally:
-            aside.unlink()
+        aside = self._scratch()
+        with path.open("rb") as file:
+            _hold(file)
+            path.rename(aside)
+            try:
+                info = aside.stat()
+                if Blob(info.st_size, _etag(info)) != wanted:
+                    with suppress(FileExistsError):
+                        os.link(aside, path)
+            finally:
+                aside.unlink()
+
+    def _scratch(self) -> Path:
+        """A name for a file on its way, in a directory that exists and holds nothing of the dead."""
+        directory = self._root / SCRATCH
+        directory.mkdir(parents=True, exist_ok=True)
+        if not self._is_swept:
+            self._is_swept = True
+            for path in directory.iterdir():
+                _sweep(path)
+        return directory / secrets.token_hex(8)
 
     def _path(self, name: str) -> Path:
         path = self._root / check_object_name(name)
@@ -93,19 +113,34 @@ class DirectoryBlobs:
 
     def _write(self, name: str, source: IO[bytes], *, if_absent: bool) -> bool:
         target = self._path(name)
-        scratch = self._root / SCRATCH / secrets.token_hex(8)
         with _file_errors(name, writing=True):
-            scratch.parent.mkdir(parents=True, exist_ok=True)
+            scratch = self._scratch()
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with scratch.open("xb") as file:
+                    _hold(file)
                     while chunk := source.read(1 << 20):
                         file.write(chunk)
                     file.flush()
                     os.fsync(file.fileno())
-                return _place(scratch, target, if_absent=if_absent)
+                    return _place(scratch, target, if_absent=if_absent)
             finally:
                 scratch.unlink(missing_ok=True)
+
+
+def _hold(file: IO[bytes]) -> None:
+    """Say that its writer lives. Where a file system knows no locks its age must do."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _sweep(path: Path) -> None:
+    """Remove a scratch file that is no living writer's. One of another user's is left."""
+    with suppress(OSError), path.open("rb") as file:
+        age_s = datetime.now(UTC).timestamp() - os.fstat(file.fileno()).st_ctime
+        if age_s > ABANDONED_S:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _place(scratch: Path, target: Path, *, if_absent: bool) -> bool:

@@ -166,6 +166,11 @@ class S3Blobs:
         with self._errors(name):
             try:
                 self._upload(name, source, num_bytes)
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                # A server that wants TLS hangs up on a large body, and says what is wrong to a small question only.
+                if self._is_plain and _has_hung_up(error):
+                    self.stat(name)
+                raise
             except S3Error as error:
                 # Made only when it is missed: keys of least right may write to a bucket and not look at it.
                 if error.code != "NoSuchBucket":
@@ -184,6 +189,11 @@ class S3Blobs:
         except S3Error as error:
             if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                 raise
+
+
+def _has_hung_up(error: BaseException) -> bool:
+    reason = getattr(error, "reason", None) or error
+    return isinstance(reason, urllib3.exceptions.ProtocolError | ConnectionError)
 
 
 def _http(place: S3Place, read_s: float) -> urllib3.PoolManager:

@@ -25,22 +25,20 @@ import msgspec
 
 from infinilora.protocol.adapter import BaseCard, Manifest, manifest_digest
 from infinilora.protocol.errors import InfiniLoraError, Internal, SourceNotFound, StoreFull, TooLarge, Unavailable
+from infinilora.protocol.ids import Digest
 from infinilora.protocol.ingest import ASKS_STATUS, MAX_RANK, FactsNeeded, IngestReport
 from infinilora.weights.check import plan_adapter
 from infinilora.weights.facts import Facts, FactsWanted
 from infinilora.weights.factsfile import write_request
 from infinilora.weights.packed import write_packed
 from infinilora.weights.peft import read_adapter
+from infinilora.weights.reference import EXACT, NARROWED, PartReference, Reference, parts_of, reference_file
 from infinilora.weights.refuse import invalid
 from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import SelfTest, self_test
 from infinilora.weights.unpack import INITIAL_DIRS, KEPT, FileLimits, unpack
 
 REFUSED_STATUS = 3
-EXACT = 2.0**-20
-"""Largest self-test error allowed: the rounding of float64, and of fp32 gains."""
-NARROWED = 2.0**-6
-"""The same where factors were rounded: twice the bound of two BF16 factors."""
 NARROWED_RELATIVE = 2.0**-4
 """What narrowing may change of a delta at most. Past it the factors cancel each other, and rounding shows."""
 
@@ -56,6 +54,7 @@ def ingest(
 ) -> Manifest:
     """Pack the adapter in `source` into `out`, which exists afterwards only if everything held. Blocking.
 
+    Beside it lies what the files meant (`reference_file`), to test the packed file with when they are gone.
     Raises SourceNotFound or AdapterInvalid for what the adapter is, Unavailable if it changed meanwhile, Internal if
     the packed file does not compute the same, FactsWanted where `facts` (an answer file) lacks what it needs.
     """
@@ -70,18 +69,21 @@ def run(
     adapter = read_adapter(source)
     plan = plan_adapter(adapter, card, max_rank=max_rank, narrow=narrow, facts=Facts(card, facts))
     draft = out.with_name(out.name + ".part")
+    kept: list[PartReference] = []
     try:
         with draft.open("wb") as file:
             manifest = write_packed(plan, file)
-        tested = self_test(source, card, draft, facts)
+        tested = self_test(source, card, draft, facts, keep=lambda *site: kept.extend(parts_of(*site)))
         if _state(source) != before:
             raise Unavailable("the adapter's files changed while they were read; try again", retry_after_s=1.0)
         _judge(tested, manifest)
+        digest = manifest_digest(manifest)
+        _write_reference(reference_file(out), digest, kept)
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)
     return IngestReport(
-        digest=manifest_digest(manifest),
+        digest=digest,
         manifest=manifest,
         plan=plan.rows(),
         warnings=plan.notes,
@@ -90,6 +92,11 @@ def run(
         declared_base=adapter.declared_base,
         num_pairs=sum(pair is not None for site in plan.sites for part in site.parts for pair in part.pairs),
     )
+
+
+def _write_reference(path: Path, digest: Digest, parts: list[PartReference]) -> None:
+    in_order = sorted(parts, key=lambda part: (part.layer, part.site, part.begin))
+    path.write_bytes(msgspec.json.encode(Reference(digest=digest, parts=tuple(in_order))))
 
 
 def _state(source: Path) -> dict[str, tuple[int, int, int]]:

@@ -6,8 +6,9 @@ each block (each expert) is compared by itself, so that a small one cannot hide 
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +26,8 @@ from infinilora.weights.packed import (
     read_header,
     verify,
 )
+from infinilora.weights.reference import NUM_INPUTS, fixed_inputs
 from infinilora.weights.tensorfile import Array
-
-NUM_INPUTS = 4
-"""Fixed inputs per site: with one, a delta could be small by chance, and its relative error large."""
 
 TINY = 2.0**-100
 """Below it fp32 has fewer digits."""
@@ -60,7 +59,13 @@ class _Site(NamedTuple):
     found_scale: Array
 
 
-def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None = None) -> SelfTest:
+Keep = Callable[[SiteGeometry, Array, Array, Array], None]
+"""Takes what the files mean at a site: deltas, squared sizes and column scales, as in `_Site`. From any thread."""
+
+
+def self_test(
+    directory: Path, card: BaseCard, packed: Path, facts: Path | None = None, *, keep: Keep | None = None
+) -> SelfTest:
     """Compare `packed` with the files of `directory`, a few sites at a time. `facts`: what the plan was told.
 
     Raises AdapterFailed if a block of the packed file is not what its manifest says, AdapterInvalid if the original
@@ -78,23 +83,20 @@ def self_test(directory: Path, card: BaseCard, packed: Path, facts: Path | None 
 
         def compare(place: tuple[int, Site]) -> SelfTest:
             site = geometry[place]
-            x, compared = _fixed_inputs(site.in_dim), _empty(site)
+            x, compared = fixed_inputs(site.in_dim), _empty(site)
             for module in modules.get(place, ()):
                 for term in (*original.terms(module), *original.taken_out(module)):
                     _add_wanted(term, x, compared)
             if place in rows:
                 _add_wanted(rows[place], x, compared)
+            if keep is not None:
+                keep(site, compared.wanted, compared.size, compared.wanted_scale)
             if place in ranges:
                 _add_found(file.fileno(), header, *ranges[place], x, compared)
             return _worst_of(site, compared)
 
         everywhere = sorted(modules.keys() | rows.keys() | ranges.keys())
         return reduce(_worse, pool.map(compare, everywhere), SelfTest(0.0, "", 0.0, ""))
-
-
-@cache
-def _fixed_inputs(in_dim: int) -> Array:
-    return np.random.default_rng(in_dim).standard_normal((in_dim, NUM_INPUTS))
 
 
 def _empty(site: SiteGeometry) -> _Site:

@@ -88,11 +88,21 @@ def sha256_of_file(path: Path) -> str:
 
 def open_tensors(path: Path, dtypes: Mapping[str, np.dtype[Any]] = NUMPY_DTYPES) -> TensorFile:
     """Map a safetensors file after checking its header against its size. Raises AdapterInvalid."""
-    size = path.stat().st_size
+    tensors, data_start = check_file(path, path.stat().st_size, dtypes)
+    return TensorFile(path=path, tensors=tensors, data=_map(path)[data_start:], dtypes=dtypes)
+
+
+def check_file(
+    path: Path, size: int, dtypes: Mapping[str, np.dtype[Any]] = NUMPY_DTYPES
+) -> tuple[dict[str, TensorInfo], int]:
+    """The entries of a file and where its data starts. Raises AdapterInvalid.
+
+    `size`: of the whole file. Its header must be there; the rest may be on its way still.
+    """
     with path.open("rb") as file:
         first = file.read(_FIRST_BYTES)
         _refuse_foreign(path.name, first)
-        if len(first) < LENGTH_BYTES:
+        if size < LENGTH_BYTES or len(first) < LENGTH_BYTES:
             raise invalid(path.name, "header length", found=f"{size} bytes of file", wanted="at least 8")
         header_bytes = int.from_bytes(first[:LENGTH_BYTES], "little")
         if header_bytes > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
@@ -105,8 +115,15 @@ def open_tensors(path: Path, dtypes: Mapping[str, np.dtype[Any]] = NUMPY_DTYPES)
         file.seek(LENGTH_BYTES)
         header = file.read(header_bytes)
     data_start = LENGTH_BYTES + header_bytes
-    tensors = parse_header(path.name, header, size - data_start, dtypes)
-    return TensorFile(path=path, tensors=tensors, data=_map(path)[data_start:], dtypes=dtypes)
+    return parse_header(path.name, header, size - data_start, dtypes), data_start
+
+
+def header_end(first: bytes, size: int) -> int:
+    """How much of a file of this size `check_file` needs, told from its first eight bytes."""
+    length = int.from_bytes(first, "little")
+    return min(
+        size, max(_FIRST_BYTES, LENGTH_BYTES + length if length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES) else 0)
+    )
 
 
 def _refuse_foreign(file: str, first: bytes) -> None:

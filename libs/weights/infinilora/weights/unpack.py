@@ -2,8 +2,9 @@
 
 Of everything that is there only a config and a weight file are written; the rest is passed over, however large.
 No name of an archive becomes a path: what is kept lies at `<number of its directory>/<one of our names>`.
-Every size is held against a limit before it is read, archives' own tables included. Archives are opened in the
-confined worker only. Knows no tensors.
+Every size is held against a limit before it is read, archives' own tables included; an archive may not hold many
+times its own bytes, and a weight file is written on only while its header agrees with its size. Archives are opened
+in the confined worker only.
 """
 
 import bz2
@@ -21,7 +22,8 @@ from typing import IO, NamedTuple
 
 from typing_extensions import override
 
-from infinilora.protocol.errors import InvalidRequest, SourceNotFound, TooLarge
+from infinilora.protocol.errors import AdapterInvalid, InvalidRequest, SourceNotFound, TooLarge
+from infinilora.weights.tensorfile import LENGTH_BYTES, check_file, header_end
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapters.safetensors")
@@ -38,6 +40,12 @@ MAX_ENTRIES = 4096
 MAX_DEPTH = 16
 MAX_READ_BYTES = 1 << 20
 """The most that is asked for at once, of a file's bytes or of an archive's tables."""
+MAX_RATIO = 100
+"""How many times its own bytes an archive may hold: weights hardly shrink, unless a B is all zero."""
+MIN_UNPACKED_BYTES = 64 << 20
+"""What any archive may hold, however small it is."""
+_TABLES_BYTES = 64 << 20
+"""What the headers of a tar may take beside its files."""
 _LONGEST_MAGIC = 262
 _UNREADABLE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile),
@@ -54,6 +62,15 @@ class FileLimits(NamedTuple):
 
     max_bytes: int = 16 << 30
     max_entries: int = MAX_ENTRIES
+    whose: str = ""
+    """Why it is so many bytes, where it is not the limit of the whole system."""
+
+    def of_archive(self, num_bytes: int) -> "FileLimits":
+        """The limits of an archive of so many bytes."""
+        most = max(MIN_UNPACKED_BYTES, MAX_RATIO * num_bytes)
+        if most >= self.max_bytes:
+            return self
+        return self._replace(max_bytes=most, whose=f", {MAX_RATIO} times what the archive is")
 
 
 class Picker:
@@ -93,7 +110,9 @@ class Picker:
         """Count bytes that are about to be read or written."""
         self._bytes_left -= num_bytes
         if self._bytes_left < 0:
-            raise TooLarge(f"the files hold more than {self._limits.max_bytes} bytes", param="files")
+            raise TooLarge(
+                f"the files hold more than {self._limits.max_bytes} bytes{self._limits.whose}", param="files"
+            )
 
     def chosen(self) -> Path:
         """The directory of the adapter: that of the topmost config. First values are put into it. Ask once."""
@@ -132,9 +151,10 @@ def unpack(archive: Path, target: Path, limits: FileLimits) -> Path:
 
 def unpack_file(file: IO[bytes], target: Path, limits: FileLimits) -> Path:
     """`unpack` of an open, seekable file."""
+    limits = limits.of_archive(file.seek(0, io.SEEK_END))
     picker = Picker(target, limits)
     try:
-        for entry in _entries(file):
+        for entry in _entries(file, limits.max_bytes):
             _keep(entry, picker)
     except _UNREADABLE as error:
         said = str(error) or type(error).__name__
@@ -181,35 +201,55 @@ def _keep(entry: _Entry, picker: Picker) -> None:
     path = picker.place(entry.name)
     if path is None:
         return
-    num_written = 0
-    with entry.data() as data, path.open("xb") as out:
-        while chunk := data.read(MAX_READ_BYTES):
-            num_written += len(chunk)
-            if num_written > entry.num_bytes:
-                raise InvalidRequest(f"archive entry {entry.name[:80]!r} is longer than it says", param="files")
-            out.write(chunk)
-    if num_written != entry.num_bytes:
-        raise InvalidRequest(f"archive entry {entry.name[:80]!r} is shorter than it says", param="files")
+    with entry.data() as data, path.open("x+b") as out:
+        if path.name in WEIGHT_FILES and not _has_good_header(entry, data, out, path):
+            out.truncate(entry.num_bytes)  # a hole: the reader says what is wrong, and needs the header alone for it
+            return
+        _write(data, out, entry.num_bytes)
+        if out.tell() != entry.num_bytes:
+            raise InvalidRequest(f"archive entry {entry.name[:80]!r} is shorter than it says", param="files")
+        if data.read(1):
+            raise InvalidRequest(f"archive entry {entry.name[:80]!r} is longer than it says", param="files")
 
 
-def _entries(file: IO[bytes]) -> Iterator[_Entry]:
+def _has_good_header(entry: _Entry, data: IO[bytes], out: IO[bytes], path: Path) -> bool:
+    """Write as much of a weight file as tells what the rest must be, and look whether that is so."""
+    _write(data, out, min(LENGTH_BYTES, entry.num_bytes))
+    out.seek(0)
+    _write(data, out, header_end(out.read(LENGTH_BYTES), entry.num_bytes))
+    out.flush()
+    try:
+        check_file(path, entry.num_bytes)
+    except AdapterInvalid:
+        return False
+    return True
+
+
+def _write(data: IO[bytes], out: IO[bytes], end: int) -> None:
+    """Write on to this place of the file, or as far as there is something."""
+    while (left := end - out.tell()) > 0 and (chunk := data.read(min(left, MAX_READ_BYTES))):
+        out.write(chunk)
+
+
+def _entries(file: IO[bytes], max_bytes: int) -> Iterator[_Entry]:
+    file.seek(0)
     magic = file.read(_LONGEST_MAGIC)
     file.seek(0)
     if magic.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return _zip_entries(file)
     if magic.startswith(b"\x1f\x8b"):
-        return _tar_entries(gzip.open(file))
+        return _tar_entries(gzip.open(file), max_bytes)
     if magic.startswith(b"BZh"):
-        return _tar_entries(bz2.open(file))
+        return _tar_entries(bz2.open(file), max_bytes)
     if magic.startswith(b"\xfd7zXZ\0"):
-        return _tar_entries(lzma.open(file))
+        return _tar_entries(lzma.open(file), max_bytes)
     if magic[257:262] == b"ustar":
-        return _tar_entries(file)
+        return _tar_entries(file, max_bytes)
     raise InvalidRequest("the upload is no archive; wanted zip, tar, tar.gz, tar.bz2 or tar.xz", param="files")
 
 
-def _tar_entries(file: _File) -> Iterator[_Entry]:
-    with tarfile.TarFile(fileobj=_Forward(file)) as archive:
+def _tar_entries(file: _File, max_bytes: int) -> Iterator[_Entry]:
+    with tarfile.TarFile(fileobj=_Forward(file, max_bytes + _TABLES_BYTES)) as archive:
         for member in archive:
             if member.isdir():
                 kind = "directory"
@@ -268,10 +308,16 @@ class _Bounded(io.RawIOBase):
 
 
 class _Forward(_Bounded):
-    """Goes forward only: a compressed file is inflated once, and no header can lead round in a circle."""
+    """Goes forward only, and not too far: a compressed file is inflated once, no header leads round in a circle."""
+
+    def __init__(self, file: _File, end: int) -> None:
+        super().__init__(file)
+        self._end = end
 
     @override
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         if whence != io.SEEK_SET or offset < self._file.tell():
             raise tarfile.ReadError("an entry that leads backwards")
+        if offset > self._end:
+            raise tarfile.ReadError("headers that lead further than its files")
         return super().seek(offset)

@@ -163,11 +163,13 @@ class Collector:
             self._taken_over[case.digest] = self._clock()
 
     async def _delete(self, case: _Case, epoch: int) -> None:
-        """The object, then the record: whoever has lost the lead meanwhile deletes neither."""
-        delete = await asyncio.to_thread(self._blobs.deletion, keys.packed(case.digest), within_s=WITHIN_S)
+        """The objects, then the record: whoever has lost the lead meanwhile deletes none of them."""
+        objects = (keys.reference(case.digest), keys.packed(case.digest))
+        deletions = [await asyncio.to_thread(self._blobs.deletion, name, within_s=WITHIN_S) for name in objects]
         if not await self._store.swap([_leads(epoch), case.unchanged()]):
             return
-        await asyncio.to_thread(delete)
+        for delete in deletions:
+            await asyncio.to_thread(delete)
         changes = [_leads(epoch), case.change(None)]
         if await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)]):
             logger.info("adapter deleted", extra={"adapter_id": case.digest})

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from infinilora.engine.facts import Facts
 from infinilora.protocol import generate_pb2 as pb
-from infinilora.protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from infinilora.protocol.errors import DeadlineExceeded, Overloaded, TooLarge, Unavailable
 from infinilora.runtime.rpc import Call
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BaseFacts"]
@@ -32,7 +32,7 @@ class FactsDesk:
     """Implements the service. Between calls: no file, no work; `close` ends the thread."""
 
     def __init__(self, facts: Facts, *, max_bytes: int, directory: Path) -> None:
-        """`max_bytes` of a request; it lies in `directory` while it is answered."""
+        """`max_bytes` of a request, and of its answer; the request lies in `directory` while it is answered."""
         self._facts = facts
         self._max_bytes = max_bytes
         self._directory = directory
@@ -69,10 +69,18 @@ class FactsDesk:
             questions = await loop.run_in_executor(
                 self._thread, self._facts.read, Path(f"/proc/self/fd/{file.fileno()}")
             )
-            answers = {}
+            answers, num_bytes = {}, 0
             for name, question in questions.items():  # a caller that goes away is heard of between two
                 answers[name] = await loop.run_in_executor(self._thread, self._facts.answer, question)
+                num_bytes += sum(tensor.nbytes for tensor in answers[name].values())
+                self._check_size("answered", num_bytes)
             return await loop.run_in_executor(self._thread, self._facts.file, questions, answers)
+
+    def _check_size(self, what: str, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise TooLarge(
+                f"what is {what} of the base model is more than {self._max_bytes} bytes (INFINILORA_FACTS_MB)"
+            )
 
     def _open(self) -> IO[bytes]:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -82,8 +90,7 @@ class FactsDesk:
         loop, num_bytes = asyncio.get_running_loop(), 0
         async for piece in pieces:
             num_bytes += len(piece.data)
-            if num_bytes > self._max_bytes:
-                raise InvalidRequest(f"facts request: found more than {self._max_bytes} bytes (INFINILORA_FACTS_MB)")
+            self._check_size("asked", num_bytes)
             with _disk_errors():
                 await loop.run_in_executor(self._thread, file.write, piece.data)
         with _disk_errors():

@@ -26,6 +26,7 @@ from infinilora.protocol.errors import InfiniLoraError, Overloaded
 from infinilora.protocol.ids import Digest, Fingerprint, check_name
 from infinilora.protocol.ingest import IngestReport
 from infinilora.runtime.blobs import BlobStore
+from infinilora.weights.reference import reference_file
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +116,13 @@ class Adapters:
         return outcome
 
     async def verify(self, digest: Digest) -> Verified:
-        """Read and hash a packed file as the store has it now; in turn with the ingests."""
+        """Read, hash and test a packed file as the store has it now; in turn with the ingests."""
         async with self._turn():
             return await asyncio.to_thread(verify_packed, self._blobs, digest)
 
     async def _keep(self, packed: IngestReport, path: Path) -> None:
-        """Have the packed file in the store, and in its whole length."""
+        """Have the packed file in the store, and in its whole length; what it is tested with later, first."""
+        await asyncio.to_thread(self._put, keys.reference(packed.digest), reference_file(path))
         await asyncio.to_thread(self._put, keys.packed(packed.digest), path)
 
     def _put(self, name: str, path: Path) -> None:

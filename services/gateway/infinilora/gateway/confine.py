@@ -1,4 +1,4 @@
-"""Run a command within limits, no longer than its parent lives: `python confine.py PARENT MB SECONDS CMD...`.
+"""Run a command within limits, no longer than its parent lives: `python confine.py PARENT MB SECONDS FILES_MB CMD...`.
 
 Run as a file of its own by the gateway, before the program that reads what a stranger has uploaded. It sets
 the limits on itself and becomes the command, so nothing is done between fork and exec of a threaded process.
@@ -11,16 +11,20 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+_MAPS = 4
+"""Files of the largest size that may be mapped at once."""
 
 
-def confine(parent: int, memory_mb: int, cpu_s: int, command: list[str]) -> None:
+def confine(parent: int, memory_mb: int, cpu_s: int, files_mb: int, command: list[str]) -> None:
     """Set the limits and replace this process. Does not return.
 
-    Limits memory, processor time and the size of files. A parent that is killed outright takes the process with it.
+    Limits memory, processor time and the size of any file. A parent that is killed outright takes the process with it.
+    Files that are mapped for reading need address space and no memory, so the two are limited apart.
     """
-    memory = memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (memory, memory))
+    memory, file = memory_mb << 20, files_mb << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_AS, (memory + _MAPS * file,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -30,4 +34,5 @@ def confine(parent: int, memory_mb: int, cpu_s: int, command: list[str]) -> None
 
 
 if __name__ == "__main__":
-    confine(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    parent, memory_mb, cpu_s, files_mb = map(int, sys.argv[1:5])
+    confine(parent, memory_mb, cpu_s, files_mb, sys.argv[5:])

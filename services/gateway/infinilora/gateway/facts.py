@@ -14,7 +14,14 @@ from pathlib import Path
 from infinilora.gateway.fleet import Engine, Fleet
 from infinilora.gateway.scratch import disk_errors
 from infinilora.protocol.adapter import BaseCard
-from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Internal, InvalidRequest, Unavailable
+from infinilora.protocol.errors import (
+    DeadlineExceeded,
+    InfiniLoraError,
+    Internal,
+    InvalidRequest,
+    TooLarge,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +41,22 @@ class FactsRoad:
         deadline = time.monotonic() + self._timeout_s
         tried: set[str] = set()
         reason = "none is alive"
+        too_large: TooLarge | None = None
         while engine := self._fleet.pick(card.fingerprint, None, tried):
             tried.add(engine.key)
             try:
                 return await self._ask(engine, request, answer, deadline)
+            except TooLarge as error:  # another engine may take more
+                too_large = error
             except (InvalidRequest, DeadlineExceeded, Internal) as error:
                 logger.exception("facts not answered", extra={"engine_id": engine.id})
                 raise Internal("the base's engine could not answer what this adapter needs; see the logs") from error
             except InfiniLoraError as error:
                 reason = f"{engine.id}: {error.message}"
+        if too_large is not None:
+            raise TooLarge(
+                f"this adapter needs more facts than an engine of '{card.name}' gives: {too_large.message}"
+            ) from too_large
         raise Unavailable(
             f"this adapter needs facts of base model '{card.name}' that only an engine of it knows; no engine answers "
             f"({reason}); try again when one does",
@@ -56,7 +70,7 @@ class FactsRoad:
                 async for piece in pieces:
                     num_bytes += len(piece)
                     if num_bytes > MAX_ANSWER_BYTES:
-                        raise Internal(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+                        raise TooLarge(f"what the base model would answer is more than {MAX_ANSWER_BYTES} bytes")
                     await asyncio.to_thread(file.write, piece)
 
 

@@ -36,13 +36,21 @@ NARROW = ("BF16", "F16")
 
 
 class IngestLimits(NamedTuple):
-    """What one ingest may use (address space, processor and wall-clock seconds) and take (bytes unpacked, rank)."""
+    """What one ingest may use (memory, processor and wall-clock seconds) and take (bytes unpacked, rank).
 
-    memory_mb: int = 8192
-    cpu_s: int = 300
-    wall_s: float = 600.0
+    Files are mapped and read piece by piece: `memory_mb` does not limit how large an adapter may be.
+    """
+
+    memory_mb: int = 16 << 10
+    cpu_s: int = 600
+    wall_s: float = 900.0
     max_bytes: int = 16 << 30
     max_rank: int = MAX_RANK
+
+    @property
+    def file_mb(self) -> int:
+        """Of the largest file that may be made: an adapter in BF16 may have to be packed as F32."""
+        return 2 * (self.max_bytes >> 20) + 64
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -84,7 +92,8 @@ async def pack_adapter(
 async def _work(worker: Sequence[object], source: Path, limits: IngestLimits) -> IngestReport | FactsNeeded:
     """One run of the worker, confined."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-IS", confine.__file__, str(os.getpid()), str(limits.memory_mb), str(limits.cpu_s)),
+        *(sys.executable, "-IS", confine.__file__, str(os.getpid())),
+        *map(str, (limits.memory_mb, limits.cpu_s, limits.file_mb)),
         *(sys.executable, *map(str, worker)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -134,10 +143,12 @@ def _read_report(
     logger.error("ingest died", extra={"status": status, "stderr": stderr.decode(errors="replace")[-LOG_CHARS:]})
     if status in (-signal.SIGXCPU, -signal.SIGKILL) or b"MemoryError" in stderr:
         raise AdapterInvalid(
-            f"the adapter needs more memory or time to read than this gateway allows: {limits.memory_mb} MB and "
+            f"the adapter needs more memory or time to read than is allowed here: {limits.memory_mb} MB and "
             f"{limits.cpu_s} s of a processor (INFINILORA_INGEST_MEMORY_MB, INFINILORA_INGEST_CPU_S)"
         )
-    raise Internal("reading the adapter failed; the gateway's log has the reason")
+    died = Internal("reading the adapter failed; the gateway's log has the reason")
+    died.add_note(stderr.decode(errors="replace"))  # for whoever runs this on their own machine
+    raise died
 
 
 def _decode(line: bytes) -> IngestReport | FactsNeeded | _Refusal | None:

@@ -160,7 +160,7 @@ class Management:
         return self._changed(await self._ledger.pin(tenant, _name(request), pinned=body.pinned))
 
     async def verify(self, request: Request, caller: Caller) -> Response:
-        """Read and hash all of a version's packed file as the store has it now."""
+        """Read, hash and test all of a version's packed file as the store has it now."""
         body = await _read(request, VerifyBody)
         found = self._catalog.find(self._tenant(request, caller, body.tenant), _name(request))
         version = found.version if body.version is None else numbered(found.record, body.version)
@@ -176,6 +176,7 @@ class Management:
                 "blocks": verified.num_blocks,
                 "num_faults": verified.num_faults,
                 "faults": verified.faults,
+                "self_test": msgspec.to_builtins(verified.tested),
             }
         )
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 
 from infinilora.gateway.declared import Policy
+from infinilora.gateway.ingest import IngestLimits
 from infinilora.gateway.tenants import parse_keys
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.runtime.settings import Common
@@ -40,7 +41,8 @@ class Settings(Common):
     max_tenant_requests: int = Field(default=1024, gt=0)
     """Of these, one tenant's; more are answered 429."""
     max_body_mb: int = Field(default=16, gt=0)
-    max_upload_mb: int = Field(default=16 << 10, gt=0)
+    max_upload_mb: int = Field(default=IngestLimits().max_bytes >> 20, gt=0)
+    """Of one adapter's files, as sent and unpacked."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     patience_s: float = Field(default=10.0, ge=0)
     """How long a request looks for an engine that takes it, from its start, and again when it has lost one."""
@@ -48,9 +50,10 @@ class Settings(Common):
     max_rank: int = Field(default=MAX_RANK, ge=1, le=1 << 20)
     """The highest LoRA rank that any module of an adapter may have; one with a higher is refused with both numbers."""
     max_ingests: int = Field(default=2, gt=0)
-    ingest_memory_mb: int = Field(default=16 << 10, gt=0)
-    ingest_cpu_s: int = Field(default=600, gt=0)
-    ingest_wall_s: float = Field(default=900.0, gt=0)
+    ingest_memory_mb: int = Field(default=IngestLimits().memory_mb, gt=0)
+    """Of one worker. Files are mapped beside it, so that it need not grow with `max_upload_mb`."""
+    ingest_cpu_s: int = Field(default=IngestLimits().cpu_s, gt=0)
+    ingest_wall_s: float = Field(default=IngestLimits().wall_s, gt=0)
 
     @field_validator("api_keys")
     @classmethod

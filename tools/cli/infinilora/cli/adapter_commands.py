@@ -17,8 +17,9 @@ from infinilora.cli.find import gateway
 from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Tenant, Url, VarDir
 from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
+from infinilora.gateway.ingest import IngestLimits
 from infinilora.protocol.errors import InvalidRequest, from_wire
-from infinilora.protocol.ingest import MAX_RANK, PlanRow
+from infinilora.protocol.ingest import PlanRow
 
 app = typer.Typer(no_args_is_help=True, help="Adapters.")
 
@@ -34,6 +35,16 @@ Model = Annotated[Path, typer.Option("--model", help="The base model: a Hugging 
 Base = Annotated[str, typer.Option("--base", help="The served base model it is for, where there are several.")]
 Narrow = Annotated[str, typer.Option("--narrow", help="Pack as BF16 or F16: half the size, no longer exact.")]
 MaxRank = Annotated[int, typer.Option("--max-rank", min=1, help="The gateway's limit, INFINILORA_MAX_RANK.")]
+MemoryMb = Annotated[
+    int, typer.Option("--memory-mb", envvar="INFINILORA_INGEST_MEMORY_MB", min=1, help="Of the process that reads it.")
+]
+CpuS = Annotated[
+    int, typer.Option("--cpu-s", envvar="INFINILORA_INGEST_CPU_S", min=1, help="Seconds of a processor it may take.")
+]
+WallS = Annotated[
+    float, typer.Option("--wall-s", envvar="INFINILORA_INGEST_WALL_S", min=1, help="Seconds that it may take.")
+]
+LIMITS = IngestLimits()
 Name = Annotated[str, typer.Option("--name", help="What clients will call it.")]
 Named = Annotated[str, typer.Argument(metavar="NAME")]
 DemoModel = Annotated[str, typer.Argument(metavar="MODEL", help=", ".join(DEMO_MODELS))]
@@ -82,12 +93,19 @@ def check(
     model: Model,
     *,
     narrow: Narrow = "",
-    max_rank: MaxRank = MAX_RANK,
+    max_rank: MaxRank = LIMITS.max_rank,
+    memory_mb: MemoryMb = LIMITS.memory_mb,
+    cpu_s: CpuS = LIMITS.cpu_s,
+    wall_s: WallS = LIMITS.wall_s,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether an adapter can be served on a base model, and how. Needs no server; exit status 0: it can."""
+    """Say whether an adapter can be served on a base model, and how. Needs no server; exit status 0: it can.
+
+    It is read within the limits that a gateway sets, by default and by its own settings.
+    """
+    limits = IngestLimits(memory_mb=memory_mb, cpu_s=cpu_s, wall_s=wall_s, max_rank=max_rank)
     with errors():
-        verdict = checks.check(directory, model, narrow=narrow, max_rank=max_rank)
+        verdict = checks.check(directory, model, limits, narrow=narrow)
     if as_json:
         out.print_json(msgspec.json.encode({"servable": verdict.is_servable, **msgspec.to_builtins(verdict)}).decode())
     elif report := verdict.report:
@@ -165,7 +183,7 @@ def rollback(
 def verify(
     name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
 ) -> None:
-    """Have all that the store holds of an adapter read and hashed; exit status 0: it is whole."""
+    """Have all that the store holds of an adapter read, hashed and self-tested; exit status 0: it is as it was made."""
     with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
         report = api.verify(name)
     for fault in report["faults"]:
@@ -174,7 +192,13 @@ def verify(
     if not report["ok"]:
         out.print(f"{told}, {report['num_faults']} of them broken", markup=False)
         raise typer.Exit(REFUSED)
-    out.print(f"{told}, all whole", markup=False)
+    out.print(f"{told}, all whole; {_told_of_test(report.get('self_test'))}", markup=False)
+
+
+def _told_of_test(test: Json | None) -> str:
+    if test is None:
+        return "not self-tested: it was packed before answers of its files were kept; push them again to have them"
+    return f"self-test passed: {test['parts']} parts compute what its files did, within {test['error']:.1e}"
 
 
 @app.command(name="rm")

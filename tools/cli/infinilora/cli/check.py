@@ -1,8 +1,10 @@
 """What registration would say of an adapter, without a server: the engine describes the base, ingest packs for it.
 
-Both run as processes of their own, because they need torch and numpy, which this command does not have.
+Ingest runs as a gateway runs it, within the same limits: a file to be checked is a stranger's. The base model is
+described, and asked, by processes of their own, because they need torch, which this command does not have.
 """
 
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -11,9 +13,10 @@ from pathlib import Path
 import msgspec
 
 from infinilora.cli.settings import child_env
+from infinilora.gateway.ingest import IngestLimits, pack_adapter
 from infinilora.protocol.adapter import BaseCard
-from infinilora.protocol.errors import Unavailable, WireError
-from infinilora.protocol.ingest import ASKS_STATUS, IngestReport
+from infinilora.protocol.errors import InfiniLoraError, Unavailable, WireError
+from infinilora.protocol.ingest import IngestReport
 
 LAST_LINES = 3
 """Of what a process said before it died: its exception, and where."""
@@ -31,31 +34,24 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.report is not None
 
 
-class _Refusal(msgspec.Struct, frozen=True):
-    """What the ingest worker prints instead of a report."""
-
-    error: WireError
-
-
-def check(adapter: Path, model: Path, *, max_rank: int, narrow: str = "") -> Verdict:
+def check(adapter: Path, model: Path, limits: IngestLimits, *, narrow: str = "") -> Verdict:
     """Blocking. Raises Unavailable when the model cannot be read, or a worker dies: then nobody knows."""
+    card = msgspec.json.decode(_card(model), type=BaseCard)
+
+    async def ask(_card: BaseCard, request: Path, answer: Path) -> None:
+        await asyncio.to_thread(_answer, model, request, answer)  # the directory answers as an engine of it would
+
     with tempfile.TemporaryDirectory(prefix="infinilora-check-") as scratch:
-        card_file, packed = Path(scratch, "card.json"), Path(scratch, "packed.safetensors")
-        card_file.write_bytes(_card(model))
-        base = msgspec.json.decode(card_file.read_bytes(), type=BaseCard).name
-        wish = ["--max-rank", str(max_rank), *(["--narrow", narrow] if narrow else [])]
-        request, facts = Path(scratch, "facts.request"), Path(scratch, "facts.answer")
-        files = ["--source", adapter, "--card", card_file, "--out", packed, "--request", request]
-        done = _run("infinilora.weights.ingest", [*map(str, files), *wish])
-        if done.returncode == ASKS_STATUS:  # the directory answers as an engine of it would
-            _answer(model, request, facts)
-            done = _run("infinilora.weights.ingest", [*map(str, files), *wish, "--facts", str(facts)])
-    try:
-        if done.returncode == 0:
-            return Verdict(base=base, report=msgspec.json.decode(done.stdout, type=IngestReport))
-        return Verdict(base=base, error=msgspec.json.decode(done.stdout, type=_Refusal).error)
-    except msgspec.DecodeError:
-        raise Unavailable(f"the check ended with status {done.returncode}: {_end_of(done.stderr)}") from None
+        try:
+            packing = pack_adapter(adapter.absolute(), card, Path(scratch), limits, narrow=narrow, ask=ask)
+            report, _ = asyncio.run(packing)
+        except Unavailable:
+            raise
+        except InfiniLoraError as error:
+            if notes := getattr(error, "__notes__", None):
+                raise Unavailable(f"the check died: {_end_of(notes[-1])}") from None
+            return Verdict(base=card.name, error=error.to_wire())
+    return Verdict(base=card.name, report=report)
 
 
 def _card(model: Path) -> bytes:
@@ -79,6 +75,7 @@ def _run(module: str, arguments: list[str]) -> subprocess.CompletedProcess[bytes
     )
 
 
-def _end_of(noise: bytes) -> str:
-    lines = [line for line in noise.decode(errors="replace").splitlines() if line.strip()]
+def _end_of(noise: bytes | str) -> str:
+    text = noise.decode(errors="replace") if isinstance(noise, bytes) else noise
+    lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-LAST_LINES:]) or "it said nothing"
