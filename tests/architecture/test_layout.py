@@ -23,6 +23,8 @@ PURE = (
     "infinilora.coordinator.heat",
     "infinilora.coordinator.placement",
     "infinilora.coordinator.hints",
+    "infinilora.coordinator.moves",
+    "infinilora.coordinator.recovery",
     "infinilora.coordinator.provision.fleet",
     "infinilora.runtime.membership",
 )

@@ -173,6 +173,18 @@ async def test_a_field_of_a_hash_is_changed_as_a_key_is_and_leaves_the_others(st
     assert [value.value if value else None for value in left] == [None, 7]
 
 
+async def test_a_change_may_expect_anything(store: Store, key: str) -> None:
+    one, other = f"{key}:one", f"{key}:other"
+    await store.put(one, Record("old"))
+    assert not await store.swap([Change(one, msgspec.UNSET, Record("new")), Change(other, b"no")])
+    for there in (one, other):
+        assert await store.swap([Change(there, msgspec.UNSET, Record("new"))])
+    assert [v.value.name if v else None for v in await store.get_many([one, other], Record)] == ["new", "new"]
+    for _ in range(2):
+        assert await store.swap([Change(one, msgspec.UNSET, None)])
+    assert await store.get(one, Record) is None
+
+
 async def test_a_counter_can_be_a_condition(store: Store, key: str) -> None:
     epoch, lease = f"{key}:epoch", f"{key}:lease"
     await store.acquire_lease(lease, "c1", 5, epoch_key=epoch)

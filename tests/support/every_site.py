@@ -15,7 +15,6 @@ from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LoraBacke
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol.adapter import MOE_SITES, BaseCard, Site
-from infinilora.protocol.control import Placement
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore, DirectoryBlobs
 from infinilora.runtime.service import Service
@@ -39,10 +38,9 @@ class Case:
     adapters: list[Packed]
     work: Path
 
-    def placed(self, *groups: str) -> Placement:
-        """A table that deals the adapters round these groups."""
-        held = {name: tuple(p.digest for p in self.adapters[i :: len(groups)]) for i, name in enumerate(groups)}
-        return Placement(base=self.card.fingerprint, epoch=1, revision=1, groups=held)
+    def placed(self, *groups: str) -> dict[Digest, tuple[str, ...]]:
+        """The adapters, dealt round these groups."""
+        return {packed.digest: (groups[i % len(groups)],) for i, packed in enumerate(self.adapters)}
 
     def pool(self, name: str) -> AdapterPool:
         config = PoolConfig(

@@ -72,6 +72,10 @@ class Server:
             raise RuntimeError(f"{self.name} is not running")
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def start(self) -> Self:
         self.launch()
         return self.until_up()

@@ -1,32 +1,30 @@
 """Coordinators as real processes on real NATS and Redis: start, take over, outages, clean stop."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-import httpx
 import pytest
-from typing_extensions import override
 
 from infinilora.gateway.ledger import Ledger
 from infinilora.gateway.registry import Registry
 from infinilora.gateway.versions import Content
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord, DigestRecord, VersionRecord
-from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Placement, Stage
+from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Stage
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart
 from infinilora.runtime.memory import MemoryBus
+from infinilora.runtime.placement import read_placement
 from infinilora.runtime.store import RedisStore, Stamp
-from support.procs import NatsServer, Server, ValkeyServer, WeedServer
+from support.clusters import BEAT_MS, Cluster, a_cluster
+from support.procs import WeedServer
 from support.s3_proxy import S3Proxy
 from support.waiting import eventually
 
@@ -34,83 +32,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 BASE = Fingerprint(digest_of(b"base"))
 ADAPTER = digest_of(b"adapter")
-BEAT_MS = 200
-
-
-class Coordinator(Server):
-    """`python -m infinilora.coordinator`."""
-
-    name = "coordinator"
-
-    def __init__(self, home: Path, name: str, nats: NatsServer, valkey: ValkeyServer, **settings: str) -> None:
-        super().__init__(home / name)
-        self.id = name
-        self._settings = {
-            "NATS_URL": nats.url,
-            "REDIS_URL": valkey.url,
-            "STORE_URL": f"file://{home}/store",
-            "LISTEN": f"127.0.0.1:{self.port}",
-            "COORDINATOR_ID": name,
-            "BEAT_MS": str(BEAT_MS),
-            "LEASE_S": "1.5",
-            "RECONCILE_S": "0.3",
-            **settings,
-        }
-
-    @override
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "infinilora.coordinator"]
-
-    @override
-    def environment(self) -> dict[str, str]:
-        return {f"INFINILORA_{key}": value for key, value in self._settings.items()}
-
-    async def ask(self, path: str) -> tuple[int, Any]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
-            answer = await http.get(path)
-            return answer.status_code, answer.json()
-
-    async def fleet(self) -> dict[str, Any]:
-        fleet: dict[str, Any] = (await self.ask("/v1/fleet"))[1]
-        return fleet
-
-    async def is_well(self) -> bool:
-        status, body = await self.ask("/readyz")
-        return (status, body["status"]) == (200, "ready")
-
-    async def leads(self) -> bool:
-        return bool((await self.fleet())["is_leading"])
-
-
-class Cluster:
-    """A broker and a store of the test's own, that it may kill."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.nats = NatsServer(home / "nats")
-        self.valkey = ValkeyServer(home / "valkey")
-        self.coordinators: list[Coordinator] = []
-
-    async def coordinator(self, name: str, **settings: str) -> Coordinator:
-        server = Coordinator(self.home, name, self.nats, self.valkey, **settings)
-        self.coordinators.append(server)
-        await asyncio.to_thread(server.start)
-        return server
-
-    def stop(self) -> None:
-        for server in (*self.coordinators, self.nats, self.valkey):
-            server.kill()
-
-
-@asynccontextmanager
-async def a_cluster(home: Path) -> AsyncIterator[Cluster]:
-    cluster = Cluster(home)
-    try:
-        await asyncio.to_thread(cluster.nats.start)
-        await asyncio.to_thread(cluster.valkey.start)
-        yield cluster
-    finally:
-        await asyncio.to_thread(cluster.stop)
 
 
 class LoraServer:
@@ -150,11 +71,6 @@ async def register(store: RedisStore, name: str) -> None:
     assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
 
 
-async def placement(store: RedisStore) -> Placement | None:
-    found = await store.get(keys.placement(BASE), Placement)
-    return found.value if found else None
-
-
 async def test_a_registered_adapter_is_placed_and_a_hot_one_staged(tmp_path: Path) -> None:
     async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
         coordinator = await cluster.coordinator("c1")
@@ -163,8 +79,8 @@ async def test_a_registered_adapter_is_placed_and_a_hot_one_staged(tmp_path: Pat
             await register(store, "one")
 
             async def is_placed() -> bool:
-                found = await placement(store)
-                return found is not None and found.groups == {"g1": (ADAPTER,)}
+                found = await read_placement(store, BASE)
+                return found is not None and found.placement.groups == {"g1": (ADAPTER,)}
 
             await eventually(is_placed, "the adapter is placed", 20)
             await store.add_heat(keys.heat(60), ADAPTER, 60, 10, datetime.now(UTC).timestamp())
@@ -273,8 +189,8 @@ async def test_a_coordinator_lives_through_the_death_of_broker_and_store(tmp_pat
             await register(store, "late")
 
             async def is_placed() -> bool:
-                found = await placement(store)
-                return found is not None and found.groups == {"g1": (ADAPTER,)}
+                found = await read_placement(store, BASE)
+                return found is not None and found.placement.groups == {"g1": (ADAPTER,)}
 
             await eventually(is_placed, "it decides again", 20)
             assert coordinator.pid == pid

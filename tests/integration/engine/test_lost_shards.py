@@ -7,7 +7,7 @@ others never hear of it.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import manifest_digest
-from infinilora.protocol.control import Placement
 from infinilora.protocol.ids import Digest
 from infinilora.protocol.shards import Shape
 from infinilora.weights.ingest import ingest
@@ -93,10 +92,9 @@ class World:
             self.sources[digest] = source
 
     @property
-    def placement(self) -> Placement:
+    def placed(self) -> Mapping[Digest, tuple[str, ...]]:
         *most, last = self.sources
-        groups = {self.first.name: tuple(most), self.second.name: (last,)}
-        return Placement(base=self.model.card.fingerprint, epoch=1, revision=1, groups=groups)
+        return dict.fromkeys(most, (self.first.name,)) | {last: (self.second.name,)}
 
     def is_right(self, heard: Heard, prompt: list[int], digest: Digest | None) -> None:
         adapter = self.sources[digest] if digest else None
@@ -167,7 +165,7 @@ ROUNDS = [
 async def test_tokens_agree_whenever_a_shard_is_lost(world: World, rounds: int, how: End) -> None:
     dice = random.Random(f"{how} {rounds}")
     async with living() as service, engine_of((world.first, world.second), service) as lora:
-        lora.update_placement(world.placement)
+        lora.placed = world.placed
         both = {world.first.name, world.second.name}
         for number in range(rounds):
             if number:

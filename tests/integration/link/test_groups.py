@@ -126,7 +126,7 @@ async def test_rows_of_a_step_go_to_several_groups_of_unlike_shapes(
     case = make_case("everything", tmp_path, groups[0].blobs)
     seen: dict[tuple[int, Site], Tensor] = {}
     async with living() as service, engine_of(groups, service) as lora:
-        lora.update_placement(case.placed(groups[0].name, groups[1].name))
+        lora.placed = case.placed(groups[0].name, groups[1].name)
         leases: list[AdapterRows] = await rows_of(lora, case)
         assert [row.lease.group for row in leases] == [groups[i % 2].name for i in range(4)]
         for packed in case.adapters:

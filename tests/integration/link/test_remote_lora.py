@@ -12,7 +12,6 @@ import torch
 from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, Routing, StepLost
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.protocol.adapter import Site
-from infinilora.protocol.control import Placement
 from infinilora.protocol.errors import AdapterFailed, AdapterNotFound
 from infinilora.protocol.ids import Digest
 from support.fleets import CARD, Fleet, fleet
@@ -66,7 +65,7 @@ async def test_a_step_may_span_groups(tmp_path: Path) -> None:
     async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
         f.know(g, h)
         await f.linked("g", "h")
-        f.lora.update_placement(Placement(base=CARD.fingerprint, epoch=1, revision=1, groups={"g": (A,), "h": (B,)}))
+        f.lora.placed = {A: ("g",), B: ("h",)}
         h.generation = 7
         a, b = await f.lease(A), await f.lease(B)
         assert (a.group, b.group) == ("g", "h")
@@ -227,16 +226,6 @@ async def test_a_failure_of_the_group_is_tried_on_the_other(tmp_path: Path) -> N
         g.refuse_leases = AdapterFailed("disk is broken")
         assert (await f.lease(A)).group == "h"
         assert (g.asked, h.asked) == ([A], [A])
-        f.drop(A)
-
-
-async def test_an_older_placement_changes_nothing(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
-        f.know(g, h)
-        await f.linked("g", "h")
-        for revision, where in ((2, "h"), (1, "g")):
-            f.lora.update_placement(Placement(base=CARD.fingerprint, epoch=1, revision=revision, groups={where: (A,)}))
-        assert (await f.lease(A)).group == "h"
         f.drop(A)
 
 

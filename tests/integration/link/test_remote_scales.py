@@ -10,7 +10,6 @@ from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, St
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.adapter import Site
-from infinilora.protocol.control import Placement
 from infinilora.protocol.ids import Digest
 from support.fleets import CARD, Fleet, fleet
 from support.groups import ScriptedGroup, delta_of, factor_of, serving
@@ -61,7 +60,7 @@ async def test_a_group_that_scales_beside_one_that_does_not(tmp_path: Path) -> N
     async with fleet(tmp_path) as f, serving(scaling(f, "g")) as g, serving(f.group("h")) as h:
         f.know(g, h)
         await f.linked("g", "h")
-        f.lora.update_placement(Placement(base=CARD.fingerprint, epoch=1, revision=1, groups={"g": (A,), "h": (B,)}))
+        f.lora.placed = {A: ("g",), B: ("h",)}
         a, b = await f.lease(A), await f.lease(B)
         y = await step(f.lora, [AdapterRows(0, 2, a), AdapterRows(2, 5, b)])
         assert y.tolist() == [after(a, 5.0)] * 2 + [5.0 + delta_of(b.slot, 1, 1, Site.QKV)] * 5 + [5.0]

@@ -12,7 +12,6 @@ from torch import Tensor
 from infinilora.engine.lora.interface import AdapterRows, Lease, Routing, StepLost, StepPlan, Ticket
 from infinilora.engine.lora.remote import KEPT_CALLS, RemoteLora
 from infinilora.protocol.adapter import Site
-from infinilora.protocol.control import Placement
 from infinilora.protocol.ids import Digest
 from support.cards import make_card
 from support.fleets import Fleet, fleet
@@ -197,7 +196,7 @@ async def test_a_new_tenancy_of_the_same_slot_is_told_to_the_server(tmp_path: Pa
 
 async def two_groups(f: Fleet) -> list[AdapterRows]:
     """Rows of A under a lease of g, and of B under one of h."""
-    f.lora.update_placement(Placement(base=CARD.fingerprint, epoch=1, revision=1, groups={"g": (A,), "h": (B,)}))
+    f.lora.placed = {A: ("g",), B: ("h",)}
     await f.linked("g", "h")
     return [AdapterRows(0, 2, await f.lease(A)), AdapterRows(2, 5, await f.lease(B))]
 

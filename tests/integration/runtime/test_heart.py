@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinilora.protocol import subjects
-from infinilora.protocol.control import Beat
+from infinilora.protocol.control import Beat, Death
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart, Members
 from support.procs import NatsServer
@@ -58,6 +58,23 @@ async def test_a_builder_that_fails_is_heard_of(nats_server: NatsServer) -> None
 
     with pytest.raises(ValueError, match="no beat"):
         await Heart(nats_server.url, broken, interval_s=INTERVAL_S).run()
+
+
+async def test_a_process_that_was_called_dead_beats_on_as_another_life(nats_server: NatsServer) -> None:
+    async with NatsBus(nats_server.url) as bus, Members(bus, interval_s=INTERVAL_S) as members:
+        await bus.wait_connected(5)
+        heart = asyncio.get_running_loop().create_task(Heart(nats_server.url, build, interval_s=INTERVAL_S).run())
+
+        def lives(incarnation: str) -> bool:
+            member = members.get("engine", "e1")
+            return member is not None and (member.beat.incarnation, member.health) == (incarnation, "alive")
+
+        await eventually(lambda: lives("life"), "the engine is known")
+        for epoch, called, wanted in ((7, "life", "life.1"), (7, "life.1", "life.2"), (6, "life.2", "life.3")):
+            await bus.publish(subjects.DEATHS, Death(kind="engine", id="e1", incarnation=called, epoch=epoch))
+            await eventually(lambda life=wanted: lives(life), f"it lives as {wanted}")  # type: ignore[misc]
+        heart.cancel()
+        await asyncio.wait([heart])
 
 
 async def test_the_mirror_lives_through_the_brokers_death_and_notices_a_process_own(tmp_path: Path) -> None:

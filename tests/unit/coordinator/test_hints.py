@@ -3,11 +3,11 @@
 import pytest
 
 from infinilora.coordinator.hints import Hint, hints
-from infinilora.coordinator.placement import Home, Plan
+from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest, digest_of
 
 A, B, C, D, E = sorted(digest_of(name.encode()) for name in "abcde")
-PLAN: Plan = {A: Home(("g1", "g2"), "kept"), B: Home(("g1",), "kept"), C: Home(("g2",), "kept"), D: Home((), "no room")}
+TABLE: Table = {"g1": (A, B), "g2": (A, C)}
 KNOWN = frozenset({A, B, C})
 EMPTY: dict[str, frozenset[Digest]] = {"g1": frozenset(), "g2": frozenset()}
 
@@ -17,7 +17,8 @@ EMPTY: dict[str, frozenset[Digest]] = {"g1": frozenset(), "g2": frozenset()}
     [
         ("no heat, nothing to do", EMPTY, {}, []),
         ("heat and nowhere: stage, hottest first", EMPTY, {B: 1.0, C: 2.0}, [("g2", C), ("g1", B)]),
-        ("resident anywhere: nothing", {"g1": frozenset(), "g2": frozenset({B})}, {B: 1.0}, []),
+        ("resident where it is to be: nothing", {"g1": frozenset({B}), "g2": frozenset()}, {B: 1.0}, []),
+        ("resident elsewhere: it moves", {"g1": frozenset(), "g2": frozenset({B})}, {B: 1.0}, [("g1", B)]),
         ("of two copies both are wanted", EMPTY, {A: 9.0}, [("g1", A), ("g2", A)]),
         ("a second copy", {"g1": frozenset({A}), "g2": frozenset()}, {A: 9.0}, [("g2", A)]),
         (
@@ -26,8 +27,7 @@ EMPTY: dict[str, frozenset[Digest]] = {"g1": frozenset(), "g2": frozenset()}
             {A: 9.0, B: 0.1},
             [("g1", B), ("g2", A)],
         ),
-        ("not planned anywhere: not staged", EMPTY, {D: 5.0}, []),
-        ("unknown to the plan: not staged", EMPTY, {E: 5.0}, []),
+        ("not in the table: not staged", EMPTY, {D: 5.0}, []),
         ("a group that cannot be asked is not", {"g2": frozenset()}, {B: 1.0, C: 0.5}, [("g2", C)]),
     ],
 )
@@ -37,13 +37,17 @@ def test_stage(
     heat: dict[Digest, float],
     wanted: list[tuple[str, Digest]],
 ) -> None:
-    found = hints(PLAN, resident, heat, KNOWN)
+    found = hints(TABLE, resident, heat, KNOWN)
     assert found == [Hint("stage", group, digest) for group, digest in wanted], name
+
+
+def test_a_group_that_failed_at_an_adapter_is_not_asked_for_it() -> None:
+    assert hints(TABLE, EMPTY, {A: 1.0}, KNOWN, {("g1", A)}) == [Hint("stage", "g2", A)]
 
 
 def test_what_no_name_leads_to_any_more_is_evicted() -> None:
     resident = {"g1": frozenset({A, D}), "g2": frozenset({D})}
-    assert hints(PLAN, resident, {}, KNOWN) == [Hint("evict", "g1", D), Hint("evict", "g2", D)]
+    assert hints(TABLE, resident, {}, KNOWN) == [Hint("evict", "g1", D), Hint("evict", "g2", D)]
 
 
 def test_a_cold_adapter_that_is_known_is_left_alone() -> None:

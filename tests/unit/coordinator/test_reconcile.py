@@ -15,13 +15,28 @@ from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord, VersionRecord
-from infinilora.protocol.control import Beat, Command, CommandReply, Evict, GroupLoad, Pin, Placement, Stage
+from infinilora.protocol.control import (
+    Beat,
+    Command,
+    CommandReply,
+    Drain,
+    Evict,
+    GroupLoad,
+    Pin,
+    Placement,
+    PlacementChange,
+    PlacementHead,
+    PlacementPart,
+    ProcessState,
+    Stage,
+)
 from infinilora.protocol.errors import StaleEpoch
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
+from infinilora.runtime.placement import read_placement
 from infinilora.runtime.store import Stamp
 from support.waiting import eventually
 
@@ -34,6 +49,7 @@ POLICY = Policy(
     fill=1.0,
     max_hints=4,
     hint_pause_s=60,
+    move_s=30,
     delete_grace_s=5,
     clock_skew_s=0,
 )
@@ -74,12 +90,18 @@ class World:
         await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
 
     async def beat(
-        self, group: str, *, total: int = 100, resident: tuple[Digest, ...] = (), incarnation: str = "x"
+        self,
+        group: str,
+        *,
+        total: int = 100,
+        resident: tuple[Digest, ...] = (),
+        incarnation: str = "x",
+        state: ProcessState = "ready",
     ) -> None:
         self._seq += 1
         load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident)
         beat = Beat(
-            kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state="ready",
+            kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
             base=BASE, group=group, load=load,
         )  # fmt: skip
         await self.bus.publish(subjects.heartbeat("lora-server", beat.id), beat)
@@ -101,8 +123,8 @@ class World:
         await self.bus.serve(subjects.commands("lora-server", f"{group}-0"), Command, handle)
 
     async def placement(self) -> Placement | None:
-        found = await self.store.get(keys.placement(BASE), Placement)
-        return found.value if found else None
+        found = await read_placement(self.store, BASE)
+        return found.placement if found else None
 
 
 class Clock:
@@ -138,7 +160,7 @@ async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
 
 async def test_the_leader_writes_and_tells_what_should_be_where() -> None:
     async with a_world() as world:
-        told = world.bus.subscribe(subjects.PLACEMENT_EVENTS, Placement)
+        told = world.bus.subscribe(subjects.PLACEMENT_EVENTS, PlacementChange)
         await world.register("one", A)
         await world.register("two", B)
         await world.leadership.step()
@@ -146,7 +168,9 @@ async def test_the_leader_writes_and_tells_what_should_be_where() -> None:
         await world.reconciler.round()
         written = await world.placement()
         assert written == Placement(base=BASE, epoch=1, revision=1, groups={"g1": tuple(sorted((A, B)))})
-        assert await anext(told) == written
+        assert await anext(told) == PlacementChange(
+            base=BASE, epoch=1, revision=1, before=0, added={"g1": tuple(sorted((A, B)))}
+        )
         await world.beat("g1")
         await world.reconciler.round()
         assert await world.placement() == written
@@ -275,14 +299,74 @@ async def test_a_leader_deposed_in_the_middle_of_a_round_never_speaks_with_its_s
 
 async def test_a_placement_of_a_higher_epoch_is_not_overwritten() -> None:
     async with a_world() as world:
-        theirs = Placement(base=BASE, epoch=9, revision=40, groups={"g1": ()})
+        theirs = PlacementHead(base=BASE, epoch=9, revision=40, parts={"g1": 40})
         await world.store.put(keys.placement(BASE), theirs)
+        await world.store.put(keys.placement_part(BASE, "g1"), PlacementPart(revision=40, digests=()))
         await world.register("one", A)
         await world.leadership.step()
         await world.beat("g1")
         await world.reconciler.round()
-        assert await world.placement() == theirs
+        assert await world.placement() == Placement(base=BASE, epoch=9, revision=40, groups={"g1": ()})
         assert not world.leadership.is_leading
+
+
+async def test_a_leader_that_was_stopped_before_its_first_write_writes_nothing_when_another_has_led() -> None:
+    """Its lease is over in the store and not by its own clock: only the script that writes can know."""
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1")
+        assert await world.store.release_lease(keys.LEADER, "c1/a", 1)
+        await Leadership(world.store, "c2/b", lease_s=30).step()
+        assert world.leadership.holding == 1
+        await world.reconciler.round()
+        assert await world.placement() is None
+
+
+async def test_an_adapter_moves_only_after_its_new_group_has_it() -> None:
+    async with a_world() as world:
+        for group in ("g1", "g2"):
+            await world.obey(group)
+        await world.register("one", A, 40)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1", resident=(A,))
+        await world.reconciler.round()
+        assert await world.reconciler.drains.want("g1", 1, draining=True)
+        steps = []
+        for resident in ((), (A,), (A,)):
+            await world.beat("g1", resident=(A,))
+            await world.beat("g2", resident=resident)
+            await world.reconciler.round()
+            placement = await world.placement()
+            assert placement is not None
+            steps.append(placement.groups)
+        assert steps == [{"g1": (A,), "g2": (A,)}, {"g2": (A,)}, {"g2": (A,)}]
+        assert [(group, command.body) for group, command in world.commands] == [
+            ("g2", Stage(digest=A)),
+            ("g1", Drain(draining=True)),
+        ]
+
+
+async def test_a_group_that_is_to_stay_after_all_is_told_to_take_work_again() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.leadership.step()
+        await world.beat("g1", state="draining")
+        await world.reconciler.round()
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Drain(draining=False)]
+
+
+async def test_only_a_leader_may_say_what_is_to_be_drained() -> None:
+    async with a_world() as world:
+        await world.leadership.step()
+        assert not await world.reconciler.drains.want("g1", 7, draining=True)
+        assert await world.reconciler.drains.want("g1", 1, draining=True)
+        assert await world.reconciler.drains.want("g1", 1, draining=False)
+        await world.reconciler.drains.refresh()
+        assert world.reconciler.drains.wanted == frozenset()
 
 
 async def test_nothing_is_decided_while_the_store_is_away() -> None:

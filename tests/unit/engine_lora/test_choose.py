@@ -1,37 +1,36 @@
 import pytest
 
 from infinilora.engine.lora.choose import Group, choose_group
-from infinilora.protocol.control import Placement
-from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.ids import Digest
 
-D, OTHER = Digest("sha256:d"), Digest("sha256:o")
-
-
-def group(name: str, bytes_free: int, *resident: Digest) -> Group:
-    return Group(name=name, address="", incarnation="", bytes_free=bytes_free, resident=frozenset(resident))
+D = Digest("sha256:d")
 
 
-def placed(**groups: tuple[Digest, ...]) -> Placement:
-    return Placement(base=Fingerprint("f"), epoch=1, revision=1, groups=groups)
+def group(name: str, bytes_free: int, *resident: Digest, leases: int = 0) -> Group:
+    return Group(
+        name=name, address="", incarnation="", bytes_free=bytes_free, leases=leases, resident=frozenset(resident)
+    )
 
 
 @pytest.mark.parametrize(
-    ("groups", "placement", "excluded", "chosen"),
+    ("groups", "placed", "excluded", "chosen"),
     [
-        ([], None, (), None),
-        ([group("a", 1), group("b", 2)], None, (), "b"),
-        ([group("a", 1, D), group("b", 2)], None, (), "a"),
-        ([group("a", 1, D), group("b", 2)], placed(b=(D,)), (), "b"),
-        ([group("a", 1, D), group("b", 2)], placed(b=(OTHER,)), (), "a"),
-        ([group("a", 1), group("b", 2)], placed(gone=(D,)), (), "b"),
-        ([group("a", 1), group("b", 2), group("c", 3)], placed(a=(D,), b=(D,)), (), "b"),
-        ([group("a", 1), group("b", 2)], placed(b=(D,)), ("b",), "a"),
-        ([group("a", 1)], placed(a=(D,)), ("a",), None),
-        ([group("a", 5), group("b", 5)], None, (), "b"),
+        ([], (), (), None),
+        ([group("a", 1), group("b", 2)], (), (), "b"),
+        ([group("a", 1, D), group("b", 2)], (), (), "a"),
+        ([group("a", 1, D), group("b", 2)], ("b",), (), "a"),
+        ([group("a", 1, D), group("b", 2, D)], ("a",), (), "a"),
+        ([group("a", 1), group("b", 2)], ("gone",), (), "b"),
+        ([group("a", 1), group("b", 2), group("c", 3)], ("a", "b"), (), "b"),
+        ([group("a", 1), group("b", 2, leases=9), group("c", 3)], ("a", "b"), (), "a"),
+        ([group("a", 1, D, leases=9), group("b", 2)], ("a", "b"), (), "a"),
+        ([group("a", 1), group("b", 2)], ("b",), ("b",), "a"),
+        ([group("a", 1)], ("a",), ("a",), None),
+        ([group("a", 5), group("b", 5)], (), (), "b"),
     ],
 )
-def test_placement_beats_residency_beats_free_bytes(
-    groups: list[Group], placement: Placement | None, excluded: tuple[str, ...], chosen: str | None
+def test_where_it_is_beats_where_it_is_wanted_beats_load_beats_free_bytes(
+    groups: list[Group], placed: tuple[str, ...], excluded: tuple[str, ...], chosen: str | None
 ) -> None:
-    assert choose_group(D, groups, placement, excluded) == chosen
-    assert choose_group(D, reversed(groups), placement, excluded) == chosen, "the order they beat in decides nothing"
+    assert choose_group(D, groups, placed, excluded) == chosen
+    assert choose_group(D, reversed(groups), placed, excluded) == chosen, "the order they beat in decides nothing"

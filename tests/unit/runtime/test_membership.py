@@ -157,6 +157,29 @@ def test_the_dead_return_as_alive_and_are_forgotten_in_the_end() -> None:
     assert view.members() == []
 
 
+def test_a_life_that_was_called_dead_is_over_whatever_is_heard_of_it() -> None:
+    view = Membership(1.0)
+    view.hear(beat(seq=1), 10)
+    assert told(view.bury("engine", "e1", "a")) == [("dead", "e1")]
+    assert view.bury("engine", "e1", "a") == []
+    assert view.hear(beat(seq=2), 10.5) == []
+    assert of_kind(view.members(), "engine") == []
+    assert told(view.hear(beat(seq=3, life="a.1"), 11)) == [("replaced", "e1")]
+    assert view.hear(beat(seq=4), 11.1) == []
+    assert view.bury("engine", "e1", "a") == [], "the old life, not the new one"
+    assert [m.beat.incarnation for m in of_kind(view.members(), "engine")] == ["a.1"]
+
+
+def test_a_buried_life_that_never_hears_of_it_is_taken_in_again_when_it_is_forgotten() -> None:
+    view = Membership(1.0)
+    view.hear(beat(seq=1), 0)
+    view.bury("engine", "e1", "a")
+    changes: list[tuple[str, str]] = []
+    for now in range(1, 300):
+        changes += told(view.hear(beat(seq=1 + now), float(now)) + view.sweep(float(now)))
+    assert changes == [("forgotten", "e1"), ("joined", "e1")]
+
+
 def test_only_the_ready_and_not_dead_get_work() -> None:
     view = Membership(1.0)
     view.hear(beat("e1"), 10)

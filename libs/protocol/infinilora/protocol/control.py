@@ -112,15 +112,52 @@ class AdapterEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Which group holds what, for one base. Written by the leading coordinator only."""
+    """Which group holds what, for one base: the whole of it, as a reader puts it together from head and parts."""
 
     base: Fingerprint
     epoch: int
     revision: int
     groups: dict[str, tuple[Digest, ...]]
 
-    def groups_of(self, digest: Digest) -> tuple[str, ...]:
-        return tuple(g for g, held in sorted(self.groups.items()) if digest in held)
+
+class PlacementHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store holds of a placement besides its parts. Written by the leading coordinator only."""
+
+    base: Fingerprint
+    epoch: int
+    revision: int
+    parts: dict[str, int]
+    """Group -> the revision that its part was written with."""
+
+
+class PlacementPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one group holds, written in the same step as the head of this revision."""
+
+    revision: int
+    digests: tuple[Digest, ...]
+
+
+class PlacementChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement has changed: what became of revision `before`. Without `added`, the store has to be read."""
+
+    base: Fingerprint
+    epoch: int
+    revision: int
+    before: int
+    added: dict[str, tuple[Digest, ...]] | None = None
+    """Group -> what it holds more. A group that is new is here, even if it holds nothing."""
+    removed: dict[str, tuple[Digest, ...]] = {}
+    gone: tuple[str, ...] = ()
+    """Groups that are not in the placement any more."""
+
+
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """The leader's word that this life of a process is over. Should it go on, it goes on as a new one."""
+
+    kind: ProcessKind
+    id: str
+    incarnation: str
+    epoch: int
 
 
 class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):

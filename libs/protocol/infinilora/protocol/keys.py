@@ -34,6 +34,10 @@ EPOCH = "infinilora:epoch"
 """Counter: the fencing token of the leadership. Writer: coordinators."""
 
 
+DRAINS = "infinilora:drains"
+"""JSON list of groups that are to be emptied before they are removed. Writer: the leading coordinator."""
+
+
 def adapter(tenant: str, name: str) -> str:
     """JSON `AdapterRecord`. Writer: the adapter API, by compare-and-set."""
     return f"infinilora:adapter:{tenant}/{name}"
@@ -71,8 +75,13 @@ def digest(digest: Digest) -> str:
 
 
 def placement(base: Fingerprint) -> str:
-    """JSON `Placement`. Writer: the leading coordinator."""
-    return f"infinilora:placement:{base}"
+    """JSON `PlacementHead`. Writer: the leading coordinator, in one step with its parts."""
+    return f"infinilora:placement-head:{base}"
+
+
+def placement_part(base: Fingerprint, group: str) -> str:
+    """JSON `PlacementPart`. Writer: the leading coordinator."""
+    return f"infinilora:placement-part:{base}:{group}"
 
 
 def heat(half_life_s: int) -> str:

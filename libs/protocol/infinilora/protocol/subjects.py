@@ -3,7 +3,8 @@
 from infinilora.protocol.control import ProcessKind
 
 ADAPTER_EVENTS = "infinilora.events.adapter"
-PLACEMENT_EVENTS = "infinilora.events.placement"
+PLACEMENT_EVENTS = "infinilora.events.placement-change"
+DEATHS = "infinilora.events.death"
 USAGE = "infinilora.usage"
 USAGE_STREAM = "infinilora-usage"
 

@@ -9,6 +9,7 @@ async with Members(bus, interval_s=0.5) as members:
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -18,12 +19,14 @@ from typing import Any
 import msgspec
 
 from infinilora.protocol import subjects
-from infinilora.protocol.control import Beat, ProcessKind
+from infinilora.protocol.control import Beat, Death, ProcessKind
 from infinilora.protocol.errors import Unavailable
 from infinilora.runtime.bus import Bus, NatsBus
 from infinilora.runtime.membership import Change, Member, Membership, of_kind
 from infinilora.runtime.subscription import Subscription
 from infinilora.runtime.tasks import Tasks
+
+logger = logging.getLogger(__name__)
 
 CHANGES_LIMIT = 1000
 STOP_S = 1.0
@@ -33,7 +36,8 @@ EVERYBODY: tuple[ProcessKind, ...] = ("gateway", "engine", "lora-server", "coord
 class Heart:
     """Beats from an OS thread with a connection of its own: a busy event loop does not look like death.
 
-    `build` runs on that thread: it must be cheap, must not block and must only read. Its `seq` is stamped here.
+    `build` runs on that thread: it must be cheap, must not block and must only read. Its `seq` is stamped here; and the
+    name of another life, once the leading coordinator has called this one dead: it was stopped, or cut off.
     """
 
     def __init__(self, nats_url: str, build: Callable[[], Beat], *, interval_s: float = 0.5) -> None:
@@ -41,6 +45,7 @@ class Heart:
         self._build = build
         self._interval_s = interval_s
         self._seq = 0
+        self._deaths = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._is_stopped = False
@@ -73,16 +78,29 @@ class Heart:
         self._loop = asyncio.get_running_loop()
         async with NatsBus(self._nats_url, name="heart") as bus:
             bus.on_state(lambda _: self._wake.set())
+            told = bus.subscribe(subjects.DEATHS, Death)
+            beat: Beat | None = None
             while not self._is_stopped:
                 self._wake.clear()
-                self._seq += 1
-                beat = msgspec.structs.replace(self._build(), seq=self._seq)
+                if beat is not None and any(_is_of(death, beat) for death in told.pop_all()):
+                    self._deaths += 1
+                    logger.warning("called dead; beats on as another life", extra={"incarnation": beat.incarnation})
+                beat = self._stamp(self._build())
                 await bus.publish(subjects.heartbeat(beat.kind, beat.id), beat)
                 try:
                     async with asyncio.timeout(self._interval_s):
                         await self._wake.wait()
                 except TimeoutError:
                     continue
+
+    def _stamp(self, beat: Beat) -> Beat:
+        self._seq += 1
+        life = f"{beat.incarnation}.{self._deaths}" if self._deaths else beat.incarnation
+        return msgspec.structs.replace(beat, seq=self._seq, incarnation=life)
+
+
+def _is_of(death: Death, beat: Beat) -> bool:
+    return (death.kind, death.id, death.incarnation) == (beat.kind, beat.id, beat.incarnation)
 
 
 class Members:
@@ -103,11 +121,13 @@ class Members:
         self._view = Membership(interval_s)
         self._watchers: list[_Watcher] = []
         self._tasks = Tasks()
+        self._epoch = 0
 
     async def __aenter__(self) -> "Members":
         await self._tasks.open()
         self._bus.on_state(self._on_bus)
-        self._tasks.spawn(self._watch([self._bus.subscribe(subjects.heartbeats(k), Beat) for k in self._kinds]))
+        beats = [self._bus.subscribe(subjects.heartbeats(kind), Beat) for kind in self._kinds]
+        self._tasks.spawn(self._watch(beats, self._bus.subscribe(subjects.DEATHS, Death)))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -119,6 +139,11 @@ class Members:
     def is_frozen(self) -> bool:
         """Our view may be old: do not decide that anybody died."""
         return self._view.is_frozen(self._clock())
+
+    @property
+    def now(self) -> float:
+        """On the clock of `Member.heard_at`."""
+        return self._clock()
 
     def all(self) -> list[Member]:
         """Everybody, the recently dead included, by kind and id."""
@@ -137,7 +162,7 @@ class Members:
         self._watchers.append(watcher)
         return watcher.changes(lambda: self._watchers.remove(watcher))
 
-    async def _watch(self, subscriptions: list[Subscription[Beat]]) -> None:
+    async def _watch(self, subscriptions: list[Subscription[Beat]], deaths: Subscription[Death]) -> None:
         try:
             while True:
                 # Polled, not awaited: at a quarter of an interval nothing is late, and a beat costs no wake-up.
@@ -146,12 +171,21 @@ class Members:
                 for subscription in subscriptions:
                     for beat in subscription.pop_all():
                         self._tell(self._view.hear(beat, now))
+                for death in deaths.pop_all():
+                    self._bury(death)
                 self._tell(self._view.sweep(now))
                 if self._view.wants_proof:
                     await self._prove()
         finally:
+            deaths.close()
             for subscription in subscriptions:
                 subscription.close()
+
+    def _bury(self, death: Death) -> None:
+        """Unless whoever says so leads no more."""
+        if death.epoch >= self._epoch:
+            self._epoch = death.epoch
+            self._tell(self._view.bury(death.kind, death.id, death.incarnation))
 
     async def _prove(self) -> None:
         try:

@@ -5,7 +5,9 @@ makes a member *suspect*, three make it *dead*. Silence proves nothing while we 
 while the bus is away, after a stall of our own, and when most members fall silent at once, until the bus has
 been proved (`bus_proved`) and two intervals have passed.
 
-A life of a process is an *incarnation*: a new one replaces the old, whose late beats are ignored for good.
+A life of a process is an *incarnation*: a new one replaces the old, whose late beats are ignored for good. So are
+those of a life that the leading coordinator has called dead (`bury`), whatever is heard of it here; without its word,
+the dead that beat again live.
 """
 
 from collections.abc import Iterable
@@ -35,6 +37,8 @@ class Member:
     health: Health = "alive"
     past: tuple[str, ...] = ()
     """Earlier incarnations, the last MAX_PAST."""
+    is_buried: bool = False
+    """The leading coordinator has called this life dead."""
 
     @property
     def key(self) -> "MemberKey":
@@ -103,7 +107,7 @@ class Membership:
         if beat.incarnation != known.beat.incarnation:
             past = (*known.past, known.beat.incarnation)[-MAX_PAST:]
             return self._keep("replaced", Member(beat, now, past=past))
-        if beat.seq <= known.beat.seq:
+        if beat.seq <= known.beat.seq or known.is_buried:
             return []
         member = replace(known, beat=beat, heard_at=now, health="alive")
         if known.health != "alive":
@@ -112,6 +116,15 @@ class Membership:
             return self._keep("updated", member)
         self._members[member.key] = member
         return []
+
+    def bury(self, kind: ProcessKind, process_id: str, incarnation: str) -> list[Change]:
+        """This life is over, for good; a life that is not the latest known here was over before."""
+        known = self._members.get((kind, process_id))
+        if known is None or known.is_buried or known.beat.incarnation != incarnation:
+            return []
+        buried = replace(known, health="dead", is_buried=True)
+        self._members[buried.key] = buried
+        return [Change("dead", buried)] if known.health != "dead" else []
 
     def sweep(self, now: float) -> list[Change]:
         """Judge every silence. Call it about twice an interval, after all waiting beats were heard."""

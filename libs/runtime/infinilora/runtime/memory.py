@@ -175,7 +175,8 @@ class MemoryStore:
         return await self.swap([Change(key, expected_raw, None)], also=also)
 
     async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
-        if any(self._read(_path(change.key, change.field)) != change.expected for change in changes):
+        bound = [change for change in changes if change.expected is not msgspec.UNSET]
+        if any(self._read(_path(change.key, change.field)) != change.expected for change in bound):
             return Swap(is_done=False)
         for change in changes:
             path = _path(change.key, change.field)

@@ -33,6 +33,7 @@ _TPOT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _DURATION_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _STEP_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _SITE_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+_RECOVERY_S = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 _LOAD_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -252,6 +253,17 @@ class CoordinatorMetrics:
         )
         self.frozen = Gauge("infinilora_coordinator_frozen", "1 while decisions are frozen.", registry=registry)
         self.placements = Counter("infinilora_placements", "Placements written.", registry=registry)
+        self.recovery_s = Histogram(
+            "infinilora_recovery_seconds",
+            "A group's last beat to what was asked for and only there being resident again.",
+            buckets=_RECOVERY_S,
+            registry=registry,
+        )
+        self.missed = Gauge(
+            "infinilora_recovery_missed",
+            "Adapters asked for that died with a group and are resident nowhere.",
+            registry=registry,
+        )
         self.commands = Counter(
             "infinilora_commands", "Commands sent, by body and outcome.", ("body", "outcome"), registry=registry
         )

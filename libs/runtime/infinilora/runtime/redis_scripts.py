@@ -2,20 +2,23 @@
 
 # KEYS: one for each change, then two for each effect (its journal, its counter). ARGV: the number of changes; for each
 # its field (empty: the whole key), its expected value, what to do and its new value; for each effect what to do and its
-# member.
+# member. PUT and DROP are SET and DEL that expect nothing.
 SWAP = """
 local n = tonumber(ARGV[1])
 for i = 1, n do
-  local field, held = ARGV[4 * i - 2], false
-  if field == '' then held = redis.call('GET', KEYS[i]) else held = redis.call('HGET', KEYS[i], field) end
-  if (held or '') ~= ARGV[4 * i - 1] then return {0} end
+  local field, act, held = ARGV[4 * i - 2], ARGV[4 * i], false
+  if act ~= 'PUT' and act ~= 'DROP' then
+    if field == '' then held = redis.call('GET', KEYS[i]) else held = redis.call('HGET', KEYS[i], field) end
+    if (held or '') ~= ARGV[4 * i - 1] then return {0} end
+  end
 end
 for i = 1, n do
   local field, act, value = ARGV[4 * i - 2], ARGV[4 * i], ARGV[4 * i + 1]
-  if act == 'SET' and field == '' then redis.call('SET', KEYS[i], value)
-  elseif act == 'SET' then redis.call('HSET', KEYS[i], field, value)
-  elseif act == 'DEL' and field == '' then redis.call('DEL', KEYS[i])
-  elseif act == 'DEL' then redis.call('HDEL', KEYS[i], field) end
+  local sets, deletes = act == 'SET' or act == 'PUT', act == 'DEL' or act == 'DROP'
+  if sets and field == '' then redis.call('SET', KEYS[i], value)
+  elseif sets then redis.call('HSET', KEYS[i], field, value)
+  elseif deletes and field == '' then redis.call('DEL', KEYS[i])
+  elseif deletes then redis.call('HDEL', KEYS[i], field) end
 end
 local reply = {1}
 for i = 1, (#KEYS - n) / 2 do

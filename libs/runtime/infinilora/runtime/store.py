@@ -45,14 +45,14 @@ class Value(NamedTuple, Generic[T]):
 
 
 class Change(NamedTuple):
-    """One key of a swap: `expected` is what it must hold (None: nothing); `value` replaces that.
+    """One key of a swap: `expected` is what it must hold (None: nothing, UNSET: anything); `value` replaces that.
 
     A value of None deletes the key; UNSET leaves it as it is, and the key is a condition only. With `field`, all this
     is of one field of the hash at the key.
     """
 
     key: str
-    expected: bytes | None
+    expected: bytes | msgspec.UnsetType | None
     value: Any = msgspec.UNSET
     field: str = ""
 
@@ -358,12 +358,13 @@ def decode(key: str, raw: bytes, kind: type[T]) -> T:
 
 def _change(change: Change) -> tuple[str, bytes, str, bytes]:
     """What the script takes for a change: field, expected (empty: absent), what to do, new value."""
-    field, expected = change.field, change.expected or b""
+    is_free = change.expected is msgspec.UNSET
+    expected = b"" if isinstance(change.expected, msgspec.UnsetType) else change.expected or b""
     if change.value is msgspec.UNSET:
-        return field, expected, "KEEP", b""
+        return change.field, expected, "KEEP", b""
     if change.value is None:
-        return field, expected, "DEL", b""
-    return field, expected, "SET", msgspec.json.encode(change.value)
+        return change.field, expected, "DROP" if is_free else "DEL", b""
+    return change.field, expected, "PUT" if is_free else "SET", msgspec.json.encode(change.value)
 
 
 def _effect(effect: Effect) -> tuple[str, str, str, str]:

@@ -90,6 +90,7 @@ def _policy(settings: Settings) -> Policy:
         fill=settings.fill,
         max_hints=settings.max_hints,
         hint_pause_s=settings.hint_pause_s,
+        move_s=settings.move_s,
         delete_grace_s=settings.delete_grace_s,
         clock_skew_s=settings.clock_skew_s,
     )

@@ -20,7 +20,7 @@ def show(members: Members, leadership: Leadership, reconciler: Reconciler, *, me
         "epoch": leadership.epoch,
         "is_frozen": members.is_frozen,
         "members": [show_member(member) for member in members.all()],
-        "placement": {base: msgspec.to_builtins(value.value) for base, value in reconciler.placements.items()},
+        "placement": {base: msgspec.to_builtins(w.placement) for base, w in reconciler.written.items()},
         "heat": [
             {"digest": digest, "name": names.get(digest), "rps": round(rps, 4)}
             for digest, rps in list(reconciler.heat.items())[:100]

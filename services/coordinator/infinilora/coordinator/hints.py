@@ -4,15 +4,16 @@ Hints never break a lease and may be lost: the next round gives them again.
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from infinilora.coordinator.placement import Plan
+from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest
 
+Pair = tuple[str, Digest]
+"""A group and an adapter."""
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+
+class Hint(NamedTuple):
     """One command to the server of one group."""
 
     action: Literal["stage", "evict"]
@@ -21,32 +22,30 @@ class Hint:
 
 
 def hints(
-    plan: Plan, resident: Mapping[str, Set[Digest]], heat: Mapping[Digest, float], known: Set[Digest]
+    table: Table,
+    resident: Mapping[str, Set[Digest]],
+    heat: Mapping[Digest, float],
+    known: Set[Digest],
+    failed: Set[Pair] = frozenset(),
 ) -> list[Hint]:
-    """Most useful first: stage what has heat and is nowhere, then further copies; evict what no name leads to.
+    """Most useful first: stage what has heat and is nowhere, then moves and further copies; evict what has no name.
 
-    `resident` has an entry for each group that can be asked; `known` are the digests of the registry.
+    `resident` has an entry for each group that can be asked; `known` are the digests of the registry; `failed` is what
+    a group is not asked for now.
     """
     anywhere = {digest for held in resident.values() for digest in held}
     wanted = [
         Hint("stage", group, digest)
-        for digest in sorted(heat, key=lambda d: (-heat[d], d))
-        for group in _missing(plan, resident, digest, is_held=digest in anywhere)
+        for group, digests in table.items()
+        if group in resident
+        for digest in digests
+        if digest in heat and digest not in resident[group] and (group, digest) not in failed
     ]
-    wanted.sort(key=lambda hint: hint.digest in anywhere)
-    forgotten = [
+    wanted.sort(key=lambda hint: (hint.digest in anywhere, -heat[hint.digest], hint.digest, hint.group))
+    unnamed = [
         Hint("evict", group, digest)
         for group, held in sorted(resident.items())
         for digest in sorted(held)
         if digest not in known
     ]
-    return wanted + forgotten
-
-
-def _missing(plan: Plan, resident: Mapping[str, Set[Digest]], digest: Digest, *, is_held: bool) -> list[str]:
-    """Of one copy, none while it is held anywhere: it is used where it is, and moves when it is next loaded."""
-    home = plan.get(digest)
-    planned = [group for group in home.groups if group in resident] if home else []
-    if home and len(home.groups) > 1:
-        return [group for group in planned if digest not in resident[group]]
-    return [] if is_held else planned
+    return wanted + unnamed

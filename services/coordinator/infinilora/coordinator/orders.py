@@ -5,7 +5,7 @@ from uuid import uuid4
 
 from infinilora.coordinator.leader import Leadership
 from infinilora.protocol import subjects
-from infinilora.protocol.control import Command, CommandReply, Evict, Forget, Pin, Stage
+from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Forget, Pin, Stage
 from infinilora.protocol.errors import InfiniLoraError, StaleEpoch
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.membership import Member
@@ -25,7 +25,7 @@ class Orders:
         self._leadership = leadership
         self._metrics = metrics
 
-    async def give(self, member: Member, body: Stage | Evict | Forget | Pin, epoch: int) -> str:
+    async def give(self, member: Member, body: Stage | Evict | Forget | Pin | Drain, epoch: int) -> str:
         """`TAKEN`, or the code of the error that came instead."""
         command = Command(command_id=uuid4().hex, epoch=epoch, body=body)
         outcome = TAKEN
@@ -37,10 +37,10 @@ class Orders:
             outcome = error.code
             if isinstance(error, StaleEpoch):
                 await self._leadership.resign()
-        name = type(body).__name__.lower()
+        name, adapter_id = type(body).__name__.lower(), None if isinstance(body, Drain) else body.digest
         self._metrics.commands.labels(body=name, outcome=outcome).inc()
         logger.info(
             "command",
-            extra={"body": name, "to": member.beat.id, "adapter_id": body.digest, "outcome": outcome},
+            extra={"body": name, "to": member.beat.id, "adapter_id": adapter_id, "outcome": outcome},
         )
         return outcome

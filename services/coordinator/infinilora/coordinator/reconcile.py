@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from infinilora.coordinator.collect import Collector, Times
+from infinilora.coordinator.drains import Drains
 from infinilora.coordinator.heat import hot_spots
 from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
-from infinilora.coordinator.orders import Orders
+from infinilora.coordinator.moves import Attempts, table
+from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.pins import Pins
-from infinilora.coordinator.placement import Group, Table, by_group, copies_of, place
+from infinilora.coordinator.placement import Adapter, Group, Table, by_group, copies_of, place
+from infinilora.coordinator.recovery import Recovery
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad, Placement, Stage
+from infinilora.protocol.control import AdapterEvent, Death, Evict, GroupLoad, Stage
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore
@@ -28,7 +31,8 @@ from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
 from infinilora.runtime.metrics import CoordinatorMetrics
-from infinilora.runtime.store import Store, Value
+from infinilora.runtime.placement import Written, change_between, read_placement, write_placement
+from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class Policy:
     fill: float
     max_hints: int
     hint_pause_s: float
+    move_s: float
     delete_grace_s: float
     clock_skew_s: float
 
@@ -74,9 +79,13 @@ class Reconciler:
         self._policy = policy
         self._clock = clock
         self._kicked = asyncio.Event()
-        self._hinted: dict[Hint, float] = {}
         self._orders = Orders(bus, leadership, metrics)
         self._pins = Pins(self._orders)
+        self._attempts = Attempts(move_s=policy.move_s, pause_s=policy.hint_pause_s, max_under_way=policy.max_hints)
+        self._recovery = Recovery()
+        self._plans: dict[Fingerprint, Table] = {}
+        """This leader's latest: where the next begins. The table has more, for as long as moves take."""
+        self.drains = Drains(store, self._orders)
         self.registry = Registry(store)
         self._collector = Collector(
             store=store,
@@ -89,7 +98,7 @@ class Reconciler:
             clock=clock,
         )
         self.heat: dict[Digest, float] = {}
-        self.placements: dict[Fingerprint, Value[Placement]] = {}
+        self.written: dict[Fingerprint, Written] = {}
         self.store_answers = False
         self.looked = asyncio.Event()
         """Set once the store has answered a whole round."""
@@ -108,8 +117,14 @@ class Reconciler:
                 self._kicked.clear()
 
     async def follow_members(self) -> None:
-        async for _ in self._members.changes():
+        """Every change is a reason to look. A death that this process sees while it leads is everybody's."""
+        async for change in self._members.changes():
             self._kicked.set()
+            epoch, beat = self._leadership.holding, change.member.beat
+            if change.kind == "dead" and epoch is not None and not change.member.is_buried:
+                logger.warning("dead", extra={"kind": beat.kind, "id": beat.id, "incarnation": beat.incarnation})
+                death = Death(kind=beat.kind, id=beat.id, incarnation=beat.incarnation, epoch=epoch)
+                await self._bus.publish(subjects.DEATHS, death)
 
     async def follow_adapters(self) -> None:
         async for _ in self._bus.subscribe(subjects.ADAPTER_EVENTS, AdapterEvent):
@@ -121,9 +136,12 @@ class Reconciler:
             await self._look()
             # One epoch for the whole round: should another lead before it ends, its epoch is not ours to speak with.
             epoch = self._leadership.holding
-            if epoch is not None and not self._members.is_frozen:
+            if epoch is None:
+                self._plans = {}
+            elif not self._members.is_frozen:
                 for base in sorted(self._bases()):
                     await self._reconcile(base, epoch)
+                await self.drains.round(self._heads("starting", "ready", "draining"), self._tables(), epoch)
                 await self._collector.round(epoch)
         except Unavailable as error:
             if self.store_answers:
@@ -138,67 +156,114 @@ class Reconciler:
 
     async def _look(self) -> None:
         await self.registry.refresh()
+        await self.drains.refresh()
         now = datetime.now(UTC).timestamp()
         half_life_s = self._policy.heat_half_life_s
         self.heat = await self._store.heat(keys.heat(half_life_s), half_life_s, now, HOTTEST)
         for base in self._bases():
-            value = await self._store.get(keys.placement(base), Placement)
-            if value is not None:
-                self.placements[base] = value
+            written = await read_placement(self._store, base, self.written.get(base))
+            if written is not None:
+                self.written[base] = written
+            else:
+                self.written.pop(base, None)
+        self._look_for_losses()
+
+    def _look_for_losses(self) -> None:
+        """Standbys too, so that a leader's death and a group's at once are not one too many."""
+        resident = {
+            group: frozenset(member.beat.load.resident)
+            for group, member in self._heads("ready", "draining").items()
+            if isinstance(member.beat.load, GroupLoad)
+        }
+        dead = {
+            m.beat.group: m.heard_at
+            for m in self._members.all()
+            if m.beat.kind == "lora-server" and m.health == "dead" and m.beat.group not in resident
+        }
+        over = self._recovery.look(resident, dead, self.heat.keys(), self._members.now)
+        self.metrics.missed.set(len(self._recovery.missed))
+        for group, seconds in over.items() if self._leadership.is_leading else ():
+            self.metrics.recovery_s.observe(seconds)
+            logger.info("recovered from a group's death", extra={"group": group, "seconds": round(seconds, 3)})
 
     def _bases(self) -> set[Fingerprint]:
         served = {m.beat.base for m in self._members.all() if m.beat.kind == "lora-server" and m.beat.base}
-        return served | set(self.placements)
+        return served | set(self.written)
 
-    def _servers(self, base: Fingerprint) -> dict[str, Member]:
-        """For each group of a base that can be given work, the process that takes its commands."""
-        ready = [m for m in self._members.alive("lora-server") if m.beat.base == base]
-        return {member.beat.group: member for member in reversed(ready)}
+    def _heads(self, *states: str) -> dict[str, Member]:
+        """For each group that is not dead, the process that speaks for it, if it is in one of these states."""
+        there = [m for m in self._members.all() if m.beat.kind == "lora-server" and m.health != "dead"]
+        return {member.beat.group: member for member in reversed(there) if member.beat.state in states}
+
+    def _tables(self) -> Table:
+        return {group: held for w in self.written.values() for group, held in w.placement.groups.items()}
 
     async def _reconcile(self, base: Fingerprint, epoch: int) -> None:
-        servers = self._servers(base)
+        servers = {group: member for group, member in self._heads("ready").items() if member.beat.base == base}
         loads = {group: m.beat.load for group, m in servers.items() if isinstance(m.beat.load, GroupLoad)}
-        before = self.placements.get(base)
-        current: Table = dict(before.value.groups) if before else {}
+        resident = {group: frozenset(load.resident) for group, load in loads.items()}
+        written = self.written.get(base)
+        told: Table = written.placement.groups if written else {}
+        adapters = self._adapters(base, self._plans.get(base, told))
+        plan = await self._plan(base, adapters, servers, loads)
+        heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
+        self._attempts.look(resident, self._clock())
+        failed = self._attempts.failed
+        now_told = table(plan, told, resident, heat.keys(), failed)
+        if now_told != told and not await self._write(base, now_told, written, epoch):
+            return
+        await self._hint(hints(now_told, resident, heat, self.registry.digests(), failed), servers, epoch)
+        await self._pins.round(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
+
+    def _adapters(self, base: Fingerprint, current: Table) -> list[Adapter]:
+        """What is to be placed, with its heat."""
         hot = hot_spots(self.heat, self._policy.hot_rps, copies_of(current))
-        adapters = [
+        return [
             replace(adapter, rps=self.heat[digest], copies=hot.get(digest, 1)) if digest in self.heat else adapter
             for digest, adapter in self.registry.adapters(base).items()
         ]
+
+    async def _plan(
+        self, base: Fingerprint, adapters: list[Adapter], servers: dict[str, Member], loads: dict[str, GroupLoad]
+    ) -> Table:
         groups = [
-            Group(group, load.bytes_total, host=servers[group].beat.address.rpartition(":")[0])
+            Group(
+                group,
+                load.bytes_total,
+                host=servers[group].beat.address.rpartition(":")[0],
+                state="draining" if group in self.drains.wanted else "ready",
+            )
             for group, load in loads.items()
         ]
+        written = self.written.get(base)
+        before = self._plans.get(base, written.placement.groups if written else {})
         # A large fleet takes seconds: the lease has to be renewed meanwhile.
-        plan = await asyncio.to_thread(place, groups, adapters, current, fill=self._policy.fill)
-        table = by_group(plan, groups)
-        if table != current:
-            await self._write(base, table, before, epoch)
-        resident = {group: frozenset(load.resident) for group, load in loads.items()}
-        heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
-        await self._hint(hints(plan, resident, heat, self.registry.digests()), servers, epoch)
-        await self._pins.round(servers, table, {a.digest for a in adapters if a.is_pinned}, epoch)
+        plan = await asyncio.to_thread(place, groups, adapters, before, fill=self._policy.fill)
+        self._plans[base] = by_group(plan, groups)
+        return self._plans[base]
 
-    async def _write(self, base: Fingerprint, table: Table, before: Value[Placement] | None, epoch: int) -> None:
-        if before is not None and before.value.epoch > epoch:
+    async def _write(self, base: Fingerprint, groups: Table, before: Written | None, epoch: int) -> bool:
+        """False if another leads: the next round reads what it wrote, and its epoch."""
+        if before is not None and before.placement.epoch > epoch:
             await self._leadership.resign()
-            return
-        revision = before.value.revision + 1 if before else 1
-        placement = Placement(base=base, epoch=epoch, revision=revision, groups=table)
-        swap = await self._store.compare_and_set(keys.placement(base), before.raw if before else None, placement)
-        if not swap:
-            return  # another leader wrote: the next round reads it, and its epoch
+            return False
+        written = await write_placement(self._store, base, groups, before, epoch=epoch)
+        if written is None:
+            return False
+        self.written[base] = written
         self.metrics.placements.inc()
+        revision = written.placement.revision
         logger.info("placement written", extra={"base": base, "revision": revision, "epoch": epoch})
-        await self._bus.publish(subjects.PLACEMENT_EVENTS, placement)
+        change = change_between(before.placement if before else None, written.placement)
+        await self._bus.publish(subjects.PLACEMENT_EVENTS, change)
+        return True
 
     async def _hint(self, wanted: list[Hint], servers: dict[str, Member], epoch: int) -> None:
-        now = self._clock()
-        pause_s = self._policy.hint_pause_s
-        self._hinted = {hint: at for hint, at in self._hinted.items() if now - at < pause_s}
-        fresh = [hint for hint in wanted if hint not in self._hinted][: self._policy.max_hints]
-        self._hinted |= dict.fromkeys(fresh, now)
-        async with asyncio.TaskGroup() as group:
-            for hint in fresh:
-                body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
-                group.create_task(self._orders.give(servers[hint.group], body, epoch))
+        async with asyncio.TaskGroup() as tasks:
+            for hint in self._attempts.take(wanted, self._clock()):
+                tasks.create_task(self._give(hint, servers[hint.group], epoch))
+
+    async def _give(self, hint: Hint, server: Member, epoch: int) -> None:
+        body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
+        if await self._orders.give(server, body, epoch) != TAKEN:
+            self._attempts.refused(hint)

@@ -25,7 +25,10 @@ class Settings(Common):
     fill: float = Field(default=0.9, gt=0, le=1)
     """Share of a group's bytes that placement plans with; the rest is for what arrives unplanned."""
     max_hints: int = Field(default=4, ge=0)
-    """Stage and evict commands of one round at most."""
+    """Stagings that one group is asked for at a time, at most."""
+    move_s: float = Field(default=30.0, gt=0)
+    """A group that does not hold an adapter so long after it was asked to has failed at it: the adapter stays where it
+    is, and the group is not asked again for ten times as long."""
     hint_pause_s: float = Field(default=10.0, gt=0)
     """Before the same hint is given again."""
     delete_grace_s: float = Field(default=15.0, ge=0)

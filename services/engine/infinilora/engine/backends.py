@@ -22,21 +22,18 @@ from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig
-from infinilora.protocol import keys, subjects
-from infinilora.protocol.control import GroupLoad, Placement
-from infinilora.protocol.errors import Internal, Unavailable
+from infinilora.protocol.control import GroupLoad
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
+from infinilora.runtime.placement import PlacementMirror
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
-from infinilora.runtime.store import RedisStore, Store
+from infinilora.runtime.store import RedisStore
 
 logger = logging.getLogger(__name__)
-
-_PLACEMENT_REPAIR_S = 5.0
 
 
 class Bell:
@@ -138,14 +135,15 @@ async def _open_remote(
     async with AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels(token=settings.rpc_token.get_secret_value()))
         store = await stack.enter_async_context(RedisStore(settings.redis_url))
+        placement = PlacementMirror(around.bus, store, base)
         backend = RemoteLora(
             model.card, identity, channels=channels, link=_link_settings(settings), on_change=bell.ring
         )
+        backend.placed = placement.groups_of
         stack.callback(backend.close)
         service.spawn(backend.run(), "links")
         service.spawn(_follow_groups(backend, around.members, base, settings.beat_ms / 1000), "groups")
-        service.spawn(_follow_placement(backend, around.bus), "placement")
-        service.spawn(_repair_placement(backend, store, base), "placement repair")
+        service.spawn(placement.run(), "placement")
         yield backend
 
 
@@ -175,25 +173,6 @@ def groups_of(members: Iterable[Member], base: Fingerprint) -> Iterable[Group]:
                 address=beat.address,
                 incarnation=beat.incarnation,
                 bytes_free=beat.load.bytes_free,
+                leases=beat.load.leases,
                 resident=frozenset(beat.load.resident),
             )
-
-
-async def _follow_placement(backend: RemoteLora, bus: Bus) -> None:
-    async for placement in bus.subscribe(subjects.PLACEMENT_EVENTS, Placement):
-        backend.update_placement(placement)
-
-
-async def _repair_placement(backend: RemoteLora, store: Store, base: Fingerprint) -> None:
-    """Events may be lost: what stands in the store is what counts."""
-    while True:
-        try:
-            found = await store.get(keys.placement(base), Placement)
-        except Unavailable as error:
-            logger.debug("placement not read", extra={"error": error.message})
-        except Internal as error:  # leases are asked for without it, where there is most room
-            logger.error("placement unreadable", extra={"error": error.message})  # noqa: TRY400 - no traceback
-        else:
-            if found is not None:
-                backend.update_placement(found.value)
-        await asyncio.sleep(_PLACEMENT_REPAIR_S)

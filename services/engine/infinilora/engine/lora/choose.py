@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from infinilora.protocol.control import Placement
 from infinilora.protocol.ids import Digest
 
 
@@ -15,20 +14,25 @@ class Group:
     address: str
     incarnation: str
     bytes_free: int = 0
+    leases: int = 0
     resident: frozenset[Digest] = frozenset()
 
 
 def choose_group(
-    digest: Digest, groups: Iterable[Group], placement: Placement | None, excluded: Collection[str] = ()
+    digest: Digest, groups: Iterable[Group], placed: Collection[str], excluded: Collection[str] = ()
 ) -> str | None:
-    """Where the placement table wants it, else where it is resident, else anywhere; the most free bytes decide."""
+    """Where the placement wants it and it is, else where it is, else where it is wanted, else anywhere.
+
+    Of several the one with the fewest leases, then the one with the most free bytes.
+    """
     candidates = [group for group in groups if group.name not in excluded]
-    placed = set(placement.groups_of(digest)) if placement else set()
+    there = [group for group in candidates if digest in group.resident]
     for preferred in (
+        [g for g in there if g.name in placed],
+        there,
         [g for g in candidates if g.name in placed],
-        [g for g in candidates if digest in g.resident],
         candidates,
     ):
         if preferred:
-            return max(preferred, key=lambda g: (g.bytes_free, g.name)).name
+            return max(preferred, key=lambda g: (-g.leases, g.bytes_free, g.name)).name
     return None

@@ -12,7 +12,7 @@ same one when it is back. A step that waited on it gets StepLost and is run agai
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -41,7 +41,6 @@ from infinilora.link.open import LinkSettings
 from infinilora.pool.bind import TORCH_DTYPES
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.adapter import BaseCard, Site
-from infinilora.protocol.control import Placement
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Internal, WireError, from_wire
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.rpc import Channels, Message
@@ -93,7 +92,8 @@ class RemoteLora:
         self._lock = threading.Lock()
         self._links: dict[str, GroupLink] = {}
         self._groups: dict[str, Group] = {}
-        self._placement: Placement | None = None
+        self.placed: Mapping[Digest, Collection[str]] = {}
+        """The groups that are to hold an adapter; read on the asyncio loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fleet_changed = asyncio.Event()
         self._clocks = {site: SiteClock() for site in Site}
@@ -125,14 +125,6 @@ class RemoteLora:
             name: known.get(name) or self._groups[name] for name in known.keys() | (open_links & self._groups.keys())
         }
         self._fleet_changed.set()
-
-    def update_placement(self, placement: Placement) -> None:
-        """Take a newer placement table; an older one is ignored."""
-        held = self._placement
-        if placement.base == self._identity.base and (
-            held is None or (placement.epoch, placement.revision) > (held.epoch, held.revision)
-        ):
-            self._placement = placement
 
     @property
     def open_links(self) -> dict[str, str]:
@@ -210,7 +202,9 @@ class RemoteLora:
         """A failure that another group may not share is tried there; one of the adapter itself is final."""
         digest = Digest(failed.digest)
         error = from_wire(WireError(code=failed.code, message=failed.message))
-        elsewhere = choose_group(digest, self._candidates(), self._placement, self._book.refused_by(digest) | {group})
+        elsewhere = choose_group(
+            digest, self._candidates(), self.placed.get(digest, ()), self._book.refused_by(digest) | {group}
+        )
         is_final = not error.retryable or elsewhere is None
         extra = {"adapter_id": digest, "group": group, "code": failed.code, "reason": failed.message}
         logger.warning("lease refused", extra=extra)
@@ -224,7 +218,7 @@ class RemoteLora:
             for digest, group in self._book.take_unwanted():
                 self._send(group, lora_pb2.EngineMessage(release=lora_pb2.LeaseRelease(digest=digest)))
             for digest, refused_by in self._book.unasked():
-                chosen = choose_group(digest, self._candidates(), self._placement, refused_by)
+                chosen = choose_group(digest, self._candidates(), self.placed.get(digest, ()), refused_by)
                 if chosen is not None:
                     self._book.ask(digest, chosen)
                     self._send(chosen, lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest=digest)))

@@ -1,0 +1,57 @@
+"""Groups that are to go: planned empty while they serve, then told to take no new work, then free to be ended.
+
+ready --(nothing of it is in the table)--> told to drain --(no lease is left)--> drained
+"""
+
+from collections.abc import Mapping
+
+from infinilora.coordinator.orders import TAKEN, Orders
+from infinilora.coordinator.placement import Table
+from infinilora.protocol import keys
+from infinilora.protocol.control import Drain, GroupLoad
+from infinilora.runtime.membership import Member
+from infinilora.runtime.store import Change, Store
+
+
+class Drains:
+    """`wanted` as last read from the store. What a server's present life was told is remembered, and not told again."""
+
+    def __init__(self, store: Store, orders: Orders) -> None:
+        self._store = store
+        self._orders = orders
+        self._told: dict[str, tuple[str, bool]] = {}
+        self.wanted: frozenset[str] = frozenset()
+
+    async def refresh(self) -> None:
+        found = await self._store.get(keys.DRAINS, list[str])
+        self.wanted = frozenset(found.value) if found else frozenset()
+
+    async def want(self, group: str, epoch: int, *, draining: bool) -> bool:
+        """Note that a group is to be emptied, or is not. False if another leads, or another has noted meanwhile."""
+        found = await self._store.get(keys.DRAINS, list[str])
+        before = set(found.value) if found else set()
+        after = sorted(before | {group} if draining else before - {group})
+        conditions = Change(keys.EPOCH, b"%d" % epoch)
+        return bool(await self._store.swap([conditions, Change(keys.DRAINS, found.raw if found else None, after)]))
+
+    async def round(self, servers: Mapping[str, Member], table: Table, epoch: int) -> None:
+        """Tell those that have nothing left to take no new work; and those that are to stay, to take it again.
+
+        `servers`: of each group that is not dead, the process that takes its commands.
+        """
+        for group, server in sorted(servers.items()):
+            is_wanted = group in self.wanted
+            is_draining = server.beat.state == "draining"
+            if is_wanted == is_draining or table.get(group) or server.beat.state == "starting":
+                continue
+            news = server.beat.incarnation, is_wanted
+            if self._told.get(group) == news:
+                continue
+            if await self._orders.give(server, Drain(draining=is_wanted), epoch) == TAKEN:
+                self._told[group] = news
+
+
+def is_drained(server: Member) -> bool:
+    """Whether whoever scales may end it: it takes no new work, and nobody holds anything of it."""
+    load = server.beat.load
+    return server.beat.state == "draining" and isinstance(load, GroupLoad) and not load.leases
