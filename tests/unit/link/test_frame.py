@@ -10,7 +10,6 @@ from infinilora.link.frame import (
     Flag,
     Header,
     Kind,
-    chunk_rows,
     column_slices,
     rows_that_fit,
     unpack_header,
@@ -29,16 +28,20 @@ def test_a_header_comes_back_as_it_was_sent(step: int, sequence: int, words: tup
     assert unpack_header(data) == header
 
 
-@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 9000), st.integers(9000, 40000))
-def test_chunks_cover_every_row_once_and_fit_both_buffers(rows: int, out: int, back: int, buffer: int) -> None:
-    chunks = chunk_rows(rows, out, back, buffer)
-    assert [row for start, count in chunks for row in range(start, start + count)] == list(range(rows))
-    assert all(count * out + 64 <= buffer and count * back <= buffer for _, count in chunks)
+@given(st.integers(1, 5000), st.integers(1, 9000), st.integers(9000, 40000), st.booleans())
+def test_as_many_rows_as_fit_both_buffers(out: int, back: int, buffer: int, has_gap: bool) -> None:
+    fit = rows_that_fit(out, back, buffer, has_gap=has_gap)
+
+    def holds(rows: int) -> bool:
+        return rows * out + 64 * has_gap <= buffer and rows * back <= buffer
+
+    assert holds(fit)
+    assert not holds(fit + 1)
 
 
 def test_a_row_that_fits_no_buffer_is_refused_with_the_size_it_needs() -> None:
     with pytest.raises(InvalidRequest, match="at least 600000"):
-        rows_that_fit(1000, 600_000, 4096)
+        rows_that_fit(1000, 600_000, 4096, has_gap=False)
 
 
 def _site(**changes: Any) -> Header:

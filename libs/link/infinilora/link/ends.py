@@ -63,7 +63,8 @@ class EngineEnd:
         `out_at` on of out. InvalidRequest where one row does not fit a buffer.
         """
         width = shape.torch_dtype.itemsize
-        fit = rows_that_fit(shape.in_cols * width + 8 * shape.topk, shape.out_cols * width, self._port.buffer_bytes)
+        request, reply = shape.in_cols * width + 8 * shape.topk, shape.out_cols * width
+        fit = rows_that_fit(request, reply, self._port.buffer_bytes, has_gap=shape.topk > 0)
         ticket = Ticket(shape, at, out_at, fit, -(-shape.rows // fit))
         self._port.lay_out(ticket)
         return ticket

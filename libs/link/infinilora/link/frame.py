@@ -150,21 +150,19 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def rows_that_fit(request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> int:
-    """How many rows one request buffer and one reply buffer can both hold; InvalidRequest where not even one."""
-    fit = min((buffer_bytes - ALIGN) // max(request_row_bytes, 1), buffer_bytes // max(reply_row_bytes, 1))
+def rows_that_fit(request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int, *, has_gap: bool) -> int:
+    """How many rows one request buffer and one reply buffer can both hold; InvalidRequest where not even one.
+
+    `has_gap`: ids or weights follow x in a request, on the next boundary.
+    """
+    gap_bytes = ALIGN if has_gap else 0
+    fit = min((buffer_bytes - gap_bytes) // max(request_row_bytes, 1), buffer_bytes // max(reply_row_bytes, 1))
     if fit < 1:
         raise InvalidRequest(
             f"one row is {request_row_bytes} bytes out and {reply_row_bytes} back; a link buffer holds {buffer_bytes}: "
-            f"set the link's buffer size to at least {max(request_row_bytes + ALIGN, reply_row_bytes)}"
+            f"set the link's buffer size to at least {max(request_row_bytes + gap_bytes, reply_row_bytes)}"
         )
     return fit
-
-
-def chunk_rows(rows: int, request_row_bytes: int, reply_row_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
-    """Cut a site call into `(row_start, rows)`: one request chunk, one reply buffer."""
-    step = rows_that_fit(request_row_bytes, reply_row_bytes, buffer_bytes)
-    return [(start, min(step, rows - start)) for start in range(0, rows, step)]
 
 
 def column_slices(columns: int, item_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
