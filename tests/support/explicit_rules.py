@@ -54,7 +54,7 @@ def _given(config: Config, key: str, default: Any) -> Any:
 def _by_pattern(config: Config, which: str, name: str, otherwise: Any) -> Any:
     r"""PEFT of 0.14 put `.*\.` before a key and nothing around it; that of 0.13 took rank and alpha of one key."""
     patterns = config.get(which) or {}
-    version = re.match(r"0\.(\d+)", str(config.get("peft_version")))
+    version = re.match(r"\s*v?0\.(\d+)", str(config.get("peft_version")))
     minor = int(version[1]) if version else 99
     form = r".*\.{}$" if minor < 15 else r"(?:.*\.)?(?:{})$"
     keys = list(patterns) if minor > 13 else [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]

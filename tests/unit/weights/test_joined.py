@@ -110,7 +110,7 @@ def test_targets_may_name_the_parts_of_a_fused_module(tmp_path: Path) -> None:
         ({"q_proj": 8, "k_proj": 8, "v_proj": 8}, (2, 2, 2)),
         ({"k_proj": 1}, (1.5, 0.25, 1.5)),
         ({"q_proj": 2, r"layers\.0\..*v_proj": 20}, (0.5, 1.5, 5)),
-        ({"qkv_proj": 2}, (1.5, 1.5, 1.5)),
+        ({"self_attn.*": 2}, (0.5, 0.5, 0.5)),
     ],
 )
 def test_the_parts_of_a_fused_module_have_their_own_alphas_where_they_are_the_targets(
@@ -158,6 +158,10 @@ def test_stacked_experts_have_the_alphas_of_their_own_names(tmp_path: Path) -> N
     [
         ({"target_modules": ["q_proj", "k_proj"]}, "qkv_proj, which adapter_config.json does not target"),
         ({"target_modules": list(QKV), "rank_pattern": {"k_proj": 2}}, r"found \[4, 32\]; wanted \[2, 32\]"),
+        (
+            {"target_modules": list(QKV), "alpha_pattern": {"qkv_proj": 2}},
+            "pattern 'qkv_proj': found another rank or scale for .*qkv_proj than for its parts",
+        ),
         ({"r": 3}, r"found \[4, 32\]; wanted \[3, 32\]"),
     ],
 )

@@ -38,6 +38,9 @@ def rules(**config: Any) -> LoraRules:
         ("0.8", DOUBTFUL, Q0, 16 / 4),
         ("0.13.3.dev0", DOUBTFUL, Q0, 16 / 4),
         ("0.15.0", DOUBTFUL, Q0, 2 / 4),
+        ("v0.13.2", DOUBTFUL, Q0, 16 / 4),
+        (" 0.13.2", DOUBTFUL, Q0, 16 / 4),
+        ("0", DOUBTFUL, Q0, 2 / 4),
         ("1.0", DOUBTFUL, Q0, 2 / 4),
         ("unknown", DOUBTFUL, Q0, 2 / 4),
         (None, DOUBTFUL, Q0, 2 / 4),
@@ -144,12 +147,20 @@ def test_a_doubt_is_kept_with_the_modules_and_both_scales(tmp_path: Path) -> Non
     assert "no peft_version" in warning.text
 
 
-def test_an_early_version_is_served_by_its_own_reading(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 16, **DOUBTFUL}
+@pytest.mark.parametrize(
+    ("version", "patterns"),
+    [
+        (JOINT, DOUBTFUL),
+        ("v0.13.0", DOUBTFUL),
+        (LOOSE, {"alpha_pattern": {"k_proj|layers.0.self_attn.q_proj": 2}}),
+        (LOOSE, {"alpha_pattern": {f"^{Q0}": 2}}),
+    ],
+)
+def test_an_early_version_is_served_by_its_own_reading(version: str, patterns: dict[str, Any], tmp_path: Path) -> None:
     deltas = []
-    for version in (JOINT, TODAY):
-        where = tmp_path / version
-        source = write_peft_adapter(where, CARD, rank=4, targets=["q_proj"], config={**config, "peft_version": version})
+    for known in (version, TODAY):
+        where, config = tmp_path / known, {"r": 4, "lora_alpha": 16, "peft_version": known, **patterns}
+        source = write_peft_adapter(where, CARD, rank=4, targets=["q_proj"], config=config)
         report = run(source, CARD, where / "out", narrow=None, max_rank=64)
         assert report.warnings == ()
         deltas.append(packed_deltas(where / "out", CARD))

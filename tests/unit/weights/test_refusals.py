@@ -382,3 +382,20 @@ def test_an_mlp_of_a_base_that_has_experts_only_is_not_found_among_what_is_wante
     assert found.endswith("found module model.layers.0.mlp.down_proj")
     assert " mlp.experts.{expert}.down_proj," in wanted
     assert " mlp.down_proj" not in wanted
+
+
+@pytest.mark.parametrize(("half", "rows"), [("lora_A", slice(2, 3)), ("lora_B", slice(None))])
+def test_values_too_small_for_f16_are_refused_by_tensor_and_served_as_bf16(
+    adapter: Path, half: str, rows: slice
+) -> None:
+    """One rank is enough: the other factor may be large there."""
+
+    def shrink(tensors: Tensors) -> None:
+        factor = tensors[f"{Q0}.{half}.weight"]
+        (factor if half == "lora_A" else factor.T)[rows] *= np.float32(2.0**-26)
+
+    change_tensors(adapter, shrink)
+    said = refusal(adapter, narrow="F16")
+    assert f"{Q0}.{half}.weight narrowed to F16: found values so small that" in said
+    assert "without narrowing" in said
+    assert ingest(adapter, CARD, adapter / "packed", narrow="BF16").dtype == "BF16"

@@ -6,6 +6,7 @@ Whatever is not exactly servable is refused here, by file, tensor, found and wan
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +31,9 @@ from infinilora.weights.tensorfile import NUMPY_DTYPES, Array, TensorFile, all_f
 
 MAX_GAIN = 1e9
 """What may be multiplied into fp32 factors for an expert whose scale is not that of the others."""
+
+MAX_LOST = 2.0**-8
+"""What narrowing may change of a row of a factor: twice BF16's rounding. More is lost of F16's numbers below 2^-14."""
 
 
 def plan_adapter(
@@ -195,14 +199,27 @@ def _check_range(file: TensorFile, sites: tuple[SitePlan, ...], narrow: str) -> 
     """Of A and Bt as they are packed. Biases and DoRA's magnitudes are no part of them: vectors stay fp32."""
     limit = float(ml_dtypes.finfo(NUMPY_DTYPES[narrow]).max)
     for name, values in _factors(file, sites):
+        what = f"tensor {name} narrowed to {narrow}"
         largest = float(np.abs(values.astype(np.float32)).max(initial=0.0))
         if largest > limit:
+            raise invalid(file.name, what, found=f"a value of size {largest:.6g}", wanted=f"at most {limit:.6g}")
+        lost = _lost(values.astype(np.float64), NUMPY_DTYPES[narrow])
+        if lost > MAX_LOST:
             raise invalid(
                 file.name,
-                f"tensor {name} narrowed to {narrow}",
-                found=f"a value of size {largest:.6g}",
-                wanted=f"at most {limit:.6g}",
+                what,
+                found=f"values so small that rounding changes a rank by {lost:.3g} of its size",
+                wanted=f"at most {MAX_LOST:.3g}; register it without narrowing",
             )
+
+
+def _lost(factor: Array, kind: np.dtype[Any]) -> float:
+    """How much of a rank's row [rank, n] rounding changes at most: |row - rounded| / |row|."""
+    with np.errstate(under="ignore"):
+        rounded = factor.astype(kind).astype(np.float64)
+    sizes = np.linalg.norm(factor, axis=1)
+    ratios = np.linalg.norm(factor - rounded, axis=1) / np.maximum(sizes, np.finfo(np.float64).tiny)
+    return float(ratios.max(initial=0.0))
 
 
 def _factors(file: TensorFile, sites: tuple[SitePlan, ...]) -> Iterator[tuple[str, Array]]:

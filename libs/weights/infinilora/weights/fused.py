@@ -151,7 +151,7 @@ _FIRST_STRAIGHT = (0, 19, 1)
 
 
 def _version_crosses(file: str, tensor: str, widths: tuple[int, int], rules: LoraRules) -> bool:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", rules.config.peft_version or "")
+    found = re.match(r"\s*v?(\d+)\.(\d+)\.(\d+)", rules.config.peft_version or "")
     if not found:
         raise invalid(
             file,

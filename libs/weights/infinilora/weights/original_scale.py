@@ -20,7 +20,8 @@ class Scales:
         self._mlx = float(config["lora_parameters"]["scale"]) if is_mlx else None
         self._alphas: dict[str, float] = {} if is_mlx else dict(config.get("alpha_pattern") or {})
         ranks = [] if is_mlx else list(config.get("rank_pattern") or ())
-        version = [int(number) for number in re.findall(r"\d+", config.get("peft_version") or "")[:2]]
+        told = re.match(r"[\sv]*(\d+)\.(\d+)", config.get("peft_version") or "")
+        version = [int(number) for number in told.groups()] if told else []
         self._is_old = bool(version) and version < [0, 15]
         before = [] if not version or version >= [0, 14] else ranks  # an alpha was taken by the rank's own key
         wrap = r".*\.{}$" if self._is_old else r"(.*\.)?({})$"

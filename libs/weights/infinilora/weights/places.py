@@ -161,7 +161,20 @@ class Places:
             self._untargeted.append(module)
         self.keys += keys
         terms = [self._rules.terms(key) for key in keys]
+        if len(keys) > 1:
+            self._refuse_two_scales(module, keys, terms)
         return terms * len(parts) if len(terms) == 1 and parts else terms
+
+    def _refuse_two_scales(self, module: str, parts: Sequence[str], terms: list[Terms]) -> None:
+        """Of a fused module whose parts are the targets, where a pattern is of the module and of none of them."""
+        key = self._rules.pattern_of(module, but_not_of=parts)
+        if key is not None and any(term != self._rules.terms(module) for term in terms):
+            raise invalid(
+                CONFIG_FILE,
+                f"pattern {key!r:.200}",
+                found=f"another rank or scale for {module} than for its parts, which are the targets",
+                wanted="patterns of the parts, or the module itself in target_modules",
+            )
 
     def _refuse_tying(self, module: str, halves: Halves, site: Site) -> None:
         """One pair that was trained for embedding and head at once; here each has its own."""

@@ -72,7 +72,7 @@ _SINCE_0_15 = frozenset(
 
 def reading_of(peft_version: str | None) -> Reading:
     """How the PEFT of this version reads patterns; today's where the version says nothing."""
-    found = re.match(r"(\d+)\.(\d+)", peft_version or "")
+    found = re.match(r"\s*v?(\d+)\.(\d+)", peft_version or "")
     version = (int(found[1]), int(found[2])) if found else TODAY.until
     return next((reading for reading in (JOINT, APART) if version < reading.until), TODAY)
 

@@ -108,6 +108,16 @@ class LoraRules:
         """Rank and scale by the name that patterns are held against."""
         return self._terms(self.reading, self.matcher, key)
 
+    def pattern_of(self, key: str, *, but_not_of: Iterable[str]) -> str | None:
+        """A pattern, if there is one, that is of this name and of none of the others."""
+        for pattern in (*self.config.rank_pattern, *self.config.alpha_pattern):
+            if self._is_of(pattern, key) and not any(self._is_of(pattern, other) for other in but_not_of):
+                return pattern
+        return None
+
+    def _is_of(self, pattern: str, key: str) -> bool:
+        return self.matcher.first((pattern,), self.reading.form, key) is not None
+
     def _terms(self, reading: Reading, matcher: Matcher, key: str) -> Terms:
         """The one place where a scale is computed."""
         config = self.config
