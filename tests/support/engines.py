@@ -1,5 +1,7 @@
 """Drive an engine in the test's own thread: one round after the other, until nothing is left to do."""
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from infinilora.engine.events import Ended, Event, Failed, Produced, PromptScore
 from infinilora.engine.job import Job, Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.sampler import TokenScore
+from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sequence import SamplingParams, Sequence
 from infinilora.protocol.ids import Digest
@@ -35,6 +38,10 @@ class Heard:
         return scored
 
     @property
+    def has_prompt_scores(self) -> bool:
+        return any(isinstance(e, PromptScored) for e in self.events)
+
+    @property
     def ended(self) -> Ended:
         last = self.events[-1]
         assert isinstance(last, Ended), last
@@ -56,8 +63,12 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, model: LoadedModel, lora: Any, *, limits: Limits, patience: Patience | None = None) -> None:
-        self.loop: EngineLoop = make_loop(model, lora, limits, patience=patience)
+    def __init__(
+        self, model: LoadedModel, lora: Any, *, limits: Limits, patience: Patience | None = None, halves: bool = False
+    ) -> None:
+        """`halves`: the rows of every step with adapters take turns."""
+        pingpong = PingPong("on" if halves else "off")
+        self.loop: EngineLoop = make_loop(model, lora, limits, patience=patience, pingpong=pingpong)
 
     def ask(
         self,
@@ -93,6 +104,18 @@ class TestEngine:
                 self.loop.check_idle()
                 return
         raise AssertionError(f"{len(self.loop._jobs)} sequences did not end in {max_turns} rounds")
+
+    def finish(self, heard: Iterable[Heard], *, within_s: float = 60.0) -> None:
+        """Until all of these have ended, where news of leases comes from another thread."""
+        deadline = time.monotonic() + within_s
+        while not all(one.is_over for one in heard):
+            assert time.monotonic() < deadline, "some sequences did not end"
+            self.turn_or_yield()
+
+    def turn_or_yield(self) -> None:
+        """A round; a moment for other threads if there was nothing to run."""
+        if not self.turn():
+            time.sleep(0.001)
 
 
 def load_tiny(directory: Path, **options: Any) -> LoadedModel:

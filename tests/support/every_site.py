@@ -1,7 +1,7 @@
 """What a step adds at every site of a base, asked of any back-end, and the definition in float64 to hold it against."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -173,24 +173,41 @@ def wanted(packed: Packed, layer: int, site: Site, x: Tensor, routing: Routing |
 
 
 async def every_site(
-    lora: LoraBackend, case: Case, check: Callable[[int, Site, Tensor], None], *, groups: list[str] | None = None
-) -> None:
-    """Run each site of each layer once as one step, and show what became of `outputs`. `groups`: who computes what."""
+    lora: LoraBackend,
+    case: Case,
+    *,
+    groups: list[str] | None = None,
+    cut: int = 0,
+) -> dict[tuple[int, Site], Tensor]:
+    """Run each site of each layer once as one step: what became of `outputs`. `groups`: who computes what.
+
+    With `cut`, the rows before and from there on are two calls that are under way at one time.
+    """
     rows = await rows_of(lora, case)
     assert groups in (None, [segment.lease.group for segment in rows])
     plan = lora.begin(rows)
     assert plan is not None
+    seen: dict[tuple[int, Site], Tensor] = {}
+    total = sum(COUNTS) + BASE_ROWS
+    windows = {(0, cut): plan.window(0, cut), (cut, total): plan.window(cut, total)} if cut else {(0, total): plan}
     for geometry in case.card.sites:
         layer, site = geometry.layer, geometry.site
         x, routing = inputs(case, site, geometry.in_dim)
         y = outputs(site, geometry.out_dim)
-        await asyncio.to_thread(lora.add, lora.submit(plan, layer, site, x, routing), y)
-        check(layer, site, y)
+        tickets = []
+        for (start, stop), window in windows.items():
+            at = slice(start, stop)
+            part = None if routing is None else Routing(routing.topk_ids[at], routing.topk_weights[at])
+            tickets.append((None if window is None else lora.submit(window, layer, site, x[at], part), y[at]))
+        for ticket, out in tickets:
+            await asyncio.to_thread(lora.add, ticket, out)
+        seen[layer, site] = y
     lora.end(plan)
     for packed in case.adapters:
         lora.drop(packed.digest)
     if groups is None:
         lora.check()
+    return seen
 
 
 def is_right(

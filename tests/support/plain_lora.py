@@ -37,15 +37,21 @@ class PlainPlan:
     def adapts(self, layer: int, site: Site) -> bool:
         return any(lease.layer_sites[layer] >> site & 1 for _, _, lease in self.rows)
 
+    def window(self, start: int, stop: int) -> "PlainPlan | None":
+        of_row = {row: lease for at, count, lease in self.rows for row in range(at, at + count)}
+        mine = [AdapterRows(row - start, 1, of_row[row]) for row in range(start, stop) if row in of_row]
+        return PlainPlan(mine, mine[-1].row_start + 1) if mine else None
+
 
 @dataclass
 class PlainTicket:
     site: Site
     delta: Tensor
+    digests: frozenset[Digest]
 
 
 class PlainLora:
-    """Adapters by digest. `status` moves a digest's lease; `lose` makes the next steps of a digest fail."""
+    """Adapters by digest. `status` moves a digest's lease; `lose` makes the next steps with rows of a digest fail."""
 
     def __init__(self, card: BaseCard, *, group: str = "plain") -> None:
         self._group = group
@@ -132,20 +138,23 @@ class PlainLora:
                 else:
                     x_row = x[row].float()
                 delta[row] = self._row(self._pairs[lease.digest], geometry, x_row, routing, row)
-        return PlainTicket(site, delta)
+        return PlainTicket(site, delta, frozenset(lease.digest for _, _, lease in plan.rows))
 
     def add(self, ticket: PlainTicket | None, y: Tensor) -> None:
         if ticket is None:
             return
         losing = self.lose_heads if ticket.site is Site.LM_HEAD else self.lose
-        for digest, times in list(losing.items()):
-            if times > 0:
+        for digest in ticket.digests:
+            if losing[digest] > 0:
                 losing[digest] -= 1
                 raise StepLost(frozenset({digest}), "the test says so")
         y[: ticket.delta.shape[0]] += ticket.delta
 
     def end(self, plan: PlainPlan) -> None:
         self.open_plans -= 1
+
+    def take_waits(self) -> dict[Site, float]:
+        return {}
 
     def close(self) -> None:
         pass

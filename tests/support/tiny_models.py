@@ -76,6 +76,13 @@ CONFIGS: dict[str, Any] = {
         num_hidden_layers=3,
         decoder_sparse_step=2,
     ),
+    "qwen2_moe-deep": lambda: _config(
+        "Qwen2Moe",
+        **_EXPERTS,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=4,
+    ),
     "olmoe": lambda: _config("Olmoe", **_EXPERTS, num_key_value_heads=4, clip_qkv=0.9),
     "olmoe-gqa": lambda: _config("Olmoe", **_EXPERTS),
 }

@@ -6,7 +6,6 @@ others never hear of it.
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,24 +16,20 @@ from torch import Tensor
 from infinilora.engine.lora.interface import StepLost, StepPlan, Ticket
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.sched.scheduler import Limits
-from infinilora.protocol import keys
-from infinilora.protocol.adapter import manifest_digest
 from infinilora.protocol.ids import Digest
 from infinilora.protocol.shards import Shape
-from infinilora.weights.ingest import ingest
-from support.engines import Heard, TestEngine, load_tiny
+from support.engines import TestEngine
 from support.every_site import living
 from support.lora_groups import LoraGroup, engine_of
 from support.lora_servers import LoraServerProcess
-from support.oracle import ATTENTION, MLP, Oracle, write_adapter
+from support.oracle import ATTENTION, MLP
 from support.procs import NatsServer, ValkeyServer
-from support.tiny_models import VOCAB, make_tiny_model
+from support.tiny_models import VOCAB
+from support.tiny_world import TinyWorld
 from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-TOLERANCE = 1e-3
-TEACHER_FORCED = 2e-3
 LAST_CALL = 120
 """Beyond it a round of the test might have no site call left."""
 End = Literal["kill", "stop"]
@@ -70,38 +65,21 @@ class Disturbed:
         return self._left <= 0
 
 
-class World:
+class World(TinyWorld):
     """A tiny mixture of experts, three adapters, and two groups of unlike shape that both serve it."""
 
     def __init__(self, work: Path, nats: NatsServer, redis: ValkeyServer) -> None:
-        tiny = make_tiny_model("qwen3_moe", work / "base")
-        self.model = load_tiny(tiny.directory)
-        self.oracle = Oracle(tiny.directory)
-        card = self.model.card
+        super().__init__(work, "qwen3_moe")
+        for number, targets in enumerate((ATTENTION + MLP, MLP, ATTENTION)):
+            self.add(targets, rank=3 + number)
         self.first, self.second = (
-            LoraGroup(work, card, shape, nats, redis, LINK_BUFFERS=8) for shape in (Shape(2, 1), Shape(1, 2))
+            LoraGroup(work, self.model.card, shape, nats, redis, LINK_BUFFERS=8) for shape in (Shape(2, 1), Shape(1, 2))
         )
-        self.sources: dict[Digest, Path] = {}
-        for seed, targets in enumerate((ATTENTION + MLP, MLP, ATTENTION)):
-            source = write_adapter(
-                work / f"a{seed}", tiny.directory, rank=3 + seed, targets=targets, seed=seed, std=0.2
-            )
-            packed = work / f"a{seed}.packed"
-            digest = manifest_digest(ingest(source, card, packed))
-            self.first.blobs.put_file(keys.packed(digest), packed)
-            self.sources[digest] = source
 
     @property
     def placed(self) -> Mapping[Digest, tuple[str, ...]]:
         *most, last = self.sources
         return dict.fromkeys(most, (self.first.name,)) | {last: (self.second.name,)}
-
-    def is_right(self, heard: Heard, prompt: list[int], digest: Digest | None) -> None:
-        adapter = self.sources[digest] if digest else None
-        wanted = self.oracle.logprobs(prompt + heard.tokens, adapter)
-        found = [score.logprob for score in (*heard.prompt_scores, *heard.scores)]
-        assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < TOLERANCE
-        assert self.oracle.shortfall(prompt, heard.tokens, adapter) < TEACHER_FORCED
 
 
 @pytest.fixture
@@ -114,23 +92,14 @@ def world(tmp_path: Path, nats_server: NatsServer, redis_server: ValkeyServer) -
     world.second.close()
 
 
-def run(engine: TestEngine, heard: list[Heard]) -> None:
-    """Until all have ended; the links' news come from another thread."""
-    deadline = time.monotonic() + 60
-    while not all(one.is_over for one in heard):
-        assert time.monotonic() < deadline, "some sequences did not end"
-        if not engine.turn():
-            time.sleep(0.001)
-
-
 def have_ended(shards: Sequence[LoraServerProcess]) -> bool:
     return all(shard._process is None or shard._process.poll() is not None for shard in shards)
 
 
-async def one_round(world: World, lora: RemoteLora, dice: random.Random, how: End) -> None:
+async def one_round(world: World, lora: RemoteLora, dice: random.Random, how: End, *, halves: bool) -> None:
     shard = dice.choice(world.first.shards)
     disturbed = Disturbed(lora, dice.randrange(1, LAST_CALL), shard.kill if how == "kill" else shard.freeze)
-    engine = TestEngine(world.model, disturbed, limits=Limits(max_running=8, step_tokens=24))
+    engine = TestEngine(world.model, disturbed, limits=Limits(max_running=8, step_tokens=24), halves=halves)
     digests = [*world.sources, *world.sources, None]
     prompts = [[dice.randrange(3, VOCAB) for _ in range(dice.randrange(4, 20))] for _ in digests]
     heard = [
@@ -138,7 +107,7 @@ async def one_round(world: World, lora: RemoteLora, dice: random.Random, how: En
         for p, d in zip(prompts, digests, strict=True)
     ]
 
-    await asyncio.to_thread(run, engine, heard)
+    await asyncio.to_thread(engine.finish, heard)
 
     assert disturbed.has_happened
     *of_the_first, of_the_second = world.sources
@@ -172,4 +141,5 @@ async def test_tokens_agree_whenever_a_shard_is_lost(world: World, rounds: int, 
                 world.first.close()
                 world.first.start()
             await eventually(lambda: set(lora.open_links) == both, "both links are open", timeout_s=90)
-            await one_round(world, lora, dice, how)
+            halves = (number % 2 == 0) == (how == "kill")  # one round of each has both
+            await one_round(world, lora, dice, how, halves=halves)

@@ -50,12 +50,15 @@ def started() -> Iterator[list[LoraGroup]]:
         group.close()
 
 
-async def added_everywhere(case: Case, group: LoraGroup, backend: str) -> dict[tuple[int, Site], Tensor]:
-    """What became of `outputs` at every site of every layer."""
-    seen: dict[tuple[int, Site], Tensor] = {}
+CUT = 12
+"""Within the rows of the second adapter."""
+
+
+async def is_right_everywhere(case: Case, group: LoraGroup, backend: str) -> None:
+    """At every site of every layer; in one call a site, and in two that are under way at one time."""
     async with living() as service, engine_of((group,), service, backend=backend) as lora:
-        await every_site(lora, case, lambda layer, site, y: seen.update({(layer, site): y}))
-    return seen
+        for cut in (0, CUT):
+            check(case, await every_site(lora, case, cut=cut))
 
 
 def check(case: Case, seen: dict[tuple[int, Site], Tensor]) -> None:
@@ -75,7 +78,7 @@ async def test_a_group_adds_what_the_adapters_say_at_every_site(
     group.start()
     case = make_case("everything", tmp_path, group.blobs)
     for backend in ("shm", "tcp"):
-        check(case, await added_everywhere(case, group, backend))
+        await is_right_everywhere(case, group, backend)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 2)], ids=str)
@@ -86,7 +89,7 @@ async def test_a_dense_base_is_cut_by_sites_and_layers(
     started.append(group)
     group.start()
     case = make_case("deep", tmp_path, group.blobs)
-    check(case, await added_everywhere(case, group, "shm"))
+    await is_right_everywhere(case, group, "shm")
 
 
 async def test_c08_tokens_whose_experts_are_all_of_one_column_and_of_both(
@@ -124,12 +127,11 @@ async def test_rows_of_a_step_go_to_several_groups_of_unlike_shapes(
         started.append(group)
         group.start()
     case = make_case("everything", tmp_path, groups[0].blobs)
-    seen: dict[tuple[int, Site], Tensor] = {}
     async with living() as service, engine_of(groups, service) as lora:
         lora.placed = case.placed(groups[0].name, groups[1].name)
         leases: list[AdapterRows] = await rows_of(lora, case)
         assert [row.lease.group for row in leases] == [groups[i % 2].name for i in range(4)]
         for packed in case.adapters:
             lora.drop(packed.digest)
-        await every_site(lora, case, lambda layer, site, y: seen.update({(layer, site): y}))
-    check(case, seen)
+        for cut in (0, CUT):
+            check(case, await every_site(lora, case, cut=cut))

@@ -1,6 +1,8 @@
 """Steps of a remote back-end that come again: the same rows with other values, other rows, links that come and go."""
 
 import asyncio
+import threading
+import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,3 +310,45 @@ async def test_calls_of_one_site_may_be_under_way_at_once(backend: str, tmp_path
             for call in calls:
                 assert torch.equal(call.y, call.wanted)
         f.drop(A)
+
+
+@every_backend
+async def test_the_wait_of_each_site_is_told_once(backend: str, tmp_path: Path) -> None:
+    async with fleet_of(directory_of(backend, tmp_path)) as f, serving(f.group("g")) as group:
+        group.echoes = True
+        f.know(group)
+        await f.linked("g")
+        rows = [AdapterRows(0, 2, await f.lease(A))]
+        assert f.lora.take_waits() == {}
+        started = time.monotonic()
+        await run(f, rows, seed=1)
+        step_s = time.monotonic() - started
+        waits = f.lora.take_waits()
+        assert waits.keys() == {*SITES, Site.EMBED, Site.LM_HEAD}
+        assert min(waits.values()) >= 0
+        assert sum(waits.values()) <= step_s
+        assert f.lora.take_waits() == {}
+        f.lora.drop(A)
+
+
+@every_backend
+async def test_a_held_answer_is_exposed_wait_of_its_site(backend: str, tmp_path: Path) -> None:
+    async with fleet_of(directory_of(backend, tmp_path)) as f, serving(f.group("g")) as group:
+        group.echoes = True
+        f.know(group)
+        await f.linked("g")
+        rows = [AdapterRows(0, 2, await f.lease(A))]
+        plan = begin(f.lora, rows)
+        for layer, site in ((0, Site.QKV), (1, Site.O), (2, Site.O)):
+            call = make_call(rows, layer, site, seed=layer, count=2, dtype=torch.float32)
+            group.gate.clear()
+            ticket = submit(f.lora, plan, call)
+            opening = threading.Timer(0.1, group.gate.set)
+            opening.start()
+            await asyncio.to_thread(f.lora.add, ticket, call.y)
+            opening.join()
+        f.lora.end(plan)
+        waits = f.lora.take_waits()
+        assert waits.keys() == {Site.QKV, Site.O}
+        assert 0.05 < waits[Site.QKV] < 0.9 * waits[Site.O], "two calls of one site are summed"
+        f.lora.drop(A)

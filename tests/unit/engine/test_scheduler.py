@@ -106,6 +106,22 @@ def rows_of(found: list[Rows]) -> list[tuple[int, int, int]]:
     return [(r.sequence.num_prompt, r.start, r.count) for r in found]
 
 
+def test_beside_decoding_rows_a_prompt_gets_what_their_pace_leaves_room_for() -> None:
+    bench = Bench(blocks=200, tokens=100)
+    bench.scheduler = Scheduler(Limits(8, 100, tpot_s=0.1, min_step_tokens=5), bench.pool, bench.leases)
+    first = bench.add(90, max_tokens=50)
+    assert rows(bench.step()) == [(90, 0, 90)], "nobody decodes yet"
+    for count in (1, 11) * 20:
+        bench.scheduler.observe(count, 0.05 + count * 0.002)
+    bench.add(list(range(1000, 1120)))
+    assert rows(bench.step()) == [(90, 90, 1), (120, 0, 24)], "1 + (0.1 - 0.052) / 0.002"
+    for _ in range(200):
+        bench.scheduler.observe(11, 1.0)
+    assert rows(bench.step()) == [(90, 91, 1), (120, 24, 5)], "and min_step_tokens however slow steps are"
+    bench.scheduler.remove(first)
+    assert rows(bench.step()) == [(120, 29, 91)]
+
+
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
     bench = Bench(tokens=16)
     bench.add(40)

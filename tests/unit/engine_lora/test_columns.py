@@ -17,11 +17,11 @@ def routing_of(rows: int, topk: int, experts: int, seed: int) -> Routing:
     return Routing(ids, torch.rand(rows, topk, generator=dice))
 
 
-def choices_of(picks: Picks, first_expert: int) -> list[tuple[int, int, int, float]]:
+def choices_of(picks: Picks, first_expert: int, first_row: int) -> list[tuple[int, int, int, float]]:
     """(row, place, expert, weight) of everything that is sent as a choice."""
     found = []
     for r, row in enumerate(picks.rows.tolist()):
-        assert int(picks.ids[r, 0]) == row
+        assert int(picks.ids[r, 0]) == row + first_row, "what is sent is the step's row"
         for j, place in enumerate(picks.places[r].tolist()):
             number = int(picks.ids[r, 1 + j])
             if number != NO_EXPERT:
@@ -30,22 +30,30 @@ def choices_of(picks: Picks, first_expert: int) -> list[tuple[int, int, int, flo
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 9), st.integers(1, 30), st.integers(1, 5), st.integers(0, 9), st.integers(0, 99)
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 30),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 99),
 )
-def test_each_choice_is_sent_once(columns: int, experts: int, rows: int, topk: int, start: int, seed: int) -> None:
+def test_each_choice_is_sent_once(
+    columns: int, experts: int, rows: int, topk: int, start: int, first: int, seed: int
+) -> None:
     card = make_card("qwen3_moe", num_layers=1, num_experts=experts)
     sharding = Sharding(Shape(columns, 1), 1, card.sites)
     routing, part = routing_of(rows + start, topk, experts, seed), Range(0, start, rows + start)
     found: list[tuple[int, int, int, float]] = []
     for shard in range(columns):
         own = sharding.experts(shard, 0, experts)
-        picks = picks_of(routing, part, own)
+        picks = picks_of(routing, part, own, first)
         if picks is None:
             continue
         assert picks.rows.tolist() == sorted(set(picks.rows.tolist())), "each row once, in order"
         assert (picks.ids[:, 1] != NO_EXPERT).all(), "a row's own choices come first, and it has one"
         assert all(len(set(places)) == len(places) for places in picks.places.tolist())
-        sent = choices_of(picks, own.start)
+        sent = choices_of(picks, own.start, first)
         assert all(expert in own for _, _, expert, _ in sent)
         found += sent
     wanted = [

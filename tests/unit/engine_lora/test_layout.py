@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinilora.engine.lora.interface import AdapterRows, Lease
-from infinilora.engine.lora.layout import Layout, Range
+from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, clip
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import Internal
 from infinilora.protocol.ids import Digest
@@ -68,3 +68,35 @@ def test_every_adapting_row_is_in_exactly_one_range(segments: list[tuple[int, st
         }
         assert len(covered) == len(set(covered))
         assert wanted <= set(covered)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.sampled_from("abcd")), max_size=6),
+    st.integers(0, 30),
+    st.integers(0, 30),
+)
+def test_a_clip_has_each_row_of_its_window_under_its_lease(
+    segments: list[tuple[int, int, str]], start: int, stop: int
+) -> None:
+    rows, end = [], 0
+    for gap, count, name in segments:
+        rows.append(AdapterRows(end + gap, count, lease(name, "g")))
+        end += gap + count
+    of_row = {at + i: held.digest for at, count, held in rows for i in range(count)}
+
+    clipped = clip(rows, start, stop)
+
+    found = {start + at + i: held.digest for at, count, held in clipped for i in range(count)}
+    assert found == {row: digest for row, digest in of_row.items() if start <= row < stop}
+    Layout(clipped)
+
+
+def test_a_window_is_made_once_and_few_are_kept() -> None:
+    layout = Layout([AdapterRows(0, 30, lease("a", "g"))])
+    first = layout.window(0, 12)
+    assert [row[:2] for row in first.rows] == [(0, 12)]
+    assert layout.window(0, 12) is first
+    for stop in range(13, 13 + KEPT_WINDOWS):
+        layout.window(0, stop)
+    assert len(layout._windows) <= KEPT_WINDOWS
+    assert layout.window(0, 12).rows == first.rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinilora.link.ends import EngineEnd
-from infinilora.link.errors import LinkClosed, LinkRefused
+from infinilora.link.errors import LinkClosed, LinkRefused, LinkTimeout
 from infinilora.link.frame import DTYPE_CODES, Flag, Header, Kind
 from infinilora.protocol.errors import Internal, InvalidRequest
 from support.links import KINDS, REFUSED_LAYER, Answering, ends, linked, random_rows, rule
@@ -206,6 +206,65 @@ def test_a_wait_says_how_long_the_call_took(kind: str, tmp_path: Path) -> None:
             took_s = engine.wait(ticket, y, deadline_s=LONG_S, add=True)
             assert held_s <= took_s <= time.monotonic() - started
             opening.join()
+
+
+@every_kind
+def test_a_wait_says_how_much_of_it_was_waiting(kind: str, tmp_path: Path) -> None:
+    """All of the time until the answer is made; not what passed before anybody waited."""
+    with linked(kind, tmp_path) as (engine, serving):
+        first, second = (engine.prepare(shape(4, 8, 8)) for _ in range(2))
+        x, y = random_rows(4, 8), torch.zeros(4, 8)
+        engine.send_plan(1, [])
+        for _ in range(2):
+            serving.gate.clear()
+            engine.send(first, 1, 0, x)
+            opening = threading.Timer(0.2, serving.gate.set)
+            opening.start()
+            started = time.monotonic()
+            engine.wait(first, y, deadline_s=LONG_S, add=True)
+            assert 0.15 <= first.waited_s <= min(first.took_s, time.monotonic() - started)
+            opening.join()
+        if kind != "tcp":  # there, answers are taken in the order of the calls
+            engine.send(first, 1, 1, x)
+            engine.send(second, 1, 2, x)
+            engine.wait(second, y, deadline_s=LONG_S, add=True)
+            engine.wait(first, y, deadline_s=LONG_S, add=True)
+            assert first.waited_s < 0.05, "its answer lay there when it was waited for"
+
+
+@every_kind
+def test_a_wait_in_vain_was_waiting_too(kind: str, tmp_path: Path) -> None:
+    with linked(kind, tmp_path) as (engine, serving):
+        ticket = engine.prepare(shape(4, 8, 8))
+        serving.gate.clear()
+        engine.send_plan(1, [])
+        engine.send(ticket, 1, 0, random_rows(4, 8))
+        with pytest.raises(LinkTimeout):
+            engine.wait(ticket, torch.zeros(4, 8), deadline_s=0.2, add=True)
+        assert 0.15 <= ticket.waited_s < LONG_S
+
+
+def test_a_native_answer_says_when_it_was_computed(tmp_path: Path) -> None:
+    """More chunks than one: from the first one's beginning to the last one's end."""
+    with linked("native-native", tmp_path) as (engine, serving):
+        ticket, x = engine.prepare(shape(60, 50, 50)), random_rows(60, 50)
+        assert ticket.chunks > 1
+        assert ticket.computed_s is None, "nothing was computed yet"
+        engine.send_plan(1, [])
+        engine.send(ticket, 1, 0, x)
+        engine.wait(ticket, torch.zeros(60, 50), deadline_s=LONG_S, add=True)
+        serving.gate.clear()
+        opened_after = time.monotonic() + 0.1
+        opening = threading.Timer(0.1, serving.gate.set)
+        opening.start()
+        sent = time.monotonic()
+        engine.send(ticket, 1, 0, x)
+        engine.wait(ticket, torch.zeros(60, 50), deadline_s=LONG_S, add=True)
+        assert ticket.computed_s is not None
+        began, ended = ticket.computed_s
+        assert sent <= began < opened_after - 0.05, "the first chunk was taken up before the gate opened"
+        assert opened_after - 0.01 <= ended <= time.monotonic()
+        opening.join()
 
 
 @every_kind

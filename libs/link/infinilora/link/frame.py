@@ -27,7 +27,7 @@ ALIGN = 64
 NO_TRACE = bytes(24)
 
 HEADER_FORMAT = "<8xIIQQIIIIIIIIIIIIQ8x24s8x"
-"""The fields of `Header` in order; the first 8 bytes are the port's own."""
+"""The fields of `Header` in order. What is skipped is the port's own: its word, and when an answer was computed."""
 
 _HEADER = struct.Struct(HEADER_FORMAT)
 _SEGMENT_BYTES = 16

@@ -9,6 +9,8 @@ Ports know bytes, sequences and credit; ends.py knows tensors' shapes and steps.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +64,8 @@ class Ticket:
     """The delta, where it had to be taken before anybody waited for it."""
     took_s: float = 0.0
     """From `send` until the whole delta was there."""
+    waited_s: float = 0.0
+    """Of that, what was spent waiting in `collect`: nothing else of the engine ran meanwhile."""
     done: bool = True
     """Whether nothing is under way."""
     block: Any = None
@@ -72,13 +76,29 @@ class Ticket:
     def rows(self) -> int:
         return self.header.rows
 
+    @property
+    def computed_s(self) -> tuple[float, float] | None:
+        """When the server computed it, by its `time.monotonic`; None where the back-end is not told."""
+        block = self.block
+        return (block.began_ns * 1e-9, block.ended_ns * 1e-9) if block is not None and block.ended_ns else None
+
     def begin(self, step_id: int, layer: int, trace: bytes) -> None:
         """For ports that send in Python: a call is under way, with x the call's own rows [rows, in_cols]."""
         self.header = self.header._replace(step_id=step_id, layer=layer, trace=trace)
         if self.x is not None:
             self.x = _cut(self.x, self.rows, self.header.in_cols, self.x_stride, self.x_skip)
         self.sent = self.received = 0
+        self.waited_s = 0.0
         self.sent_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of a block as waiting, however it ends. For ports that wait in Python."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_s += time.monotonic() - started
 
     def rows_of(self, out: Tensor) -> Tensor:
         """The call's own rows and columns [rows, out_cols] of out, sharing its memory."""
@@ -123,6 +143,8 @@ class EnginePort(Protocol):
 
     def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
         """Send the rest, and put every row into out as the ticket says; the seconds since `submit`.
+
+        `ticket.waited_s` says how many of them passed in here before the rows had come, errors included.
 
         LinkTimeout, LinkClosed, LinkRefused.
         """

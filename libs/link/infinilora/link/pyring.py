@@ -155,10 +155,11 @@ class PythonEnginePort:
             if ticket.received == ticket.sent and ticket.first + ticket.sent != self._sent:
                 raise Internal("a site call was waited for before an earlier one that still had rows to send")
             sequence = ticket.first + ticket.received
-            self._words.await_(
-                lambda s=sequence: (ticket.received < ticket.sent and self._arrived(s)) or self._can_send(ticket),  # type: ignore[misc]
-                deadline - time.monotonic(),
-            )
+            with ticket.waiting():
+                self._words.await_(
+                    lambda s=sequence: (ticket.received < ticket.sent and self._arrived(s)) or self._can_send(ticket),  # type: ignore[misc]
+                    deadline - time.monotonic(),
+                )
             if ticket.received < ticket.sent and self._arrived(sequence):
                 self._take(ticket, sequence, target, add=add)
         return time.monotonic() - ticket.sent_at

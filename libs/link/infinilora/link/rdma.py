@@ -159,12 +159,14 @@ class RdmaEnginePort(EngineBeside):
         target = ticket.rows_of(out)
         while ticket.received < ticket.chunks:
             self._send()
-            header, body = self._answer(deadline)
+            with ticket.waiting():
+                header, body = self._answer(deadline)
             sequence, part = self._calls.next_answer(ticket)
             if header.sequence != sequence:
                 raise LinkError("the peer answered with a frame that does not belong to its request")
             if header.kind != Kind.ERROR:
-                self._wire.await_put(sequence, deadline)
+                with ticket.waiting():
+                    self._wire.await_put(sequence, deadline)
             elif part is not None:
                 raise refusal(body)
             if part is None:

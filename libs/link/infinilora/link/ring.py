@@ -42,7 +42,7 @@ class Block(Structure):
         ("out_dtype", c_uint32),
         ("chunks", c_uint32),
         *((name, c_uint64) for name in ("x", "ids", "weights", "first")),
-        ("sent_ns", c_int64),
+        *((name, c_int64) for name in ("sent_ns", "waited_ns", "began_ns", "ended_ns")),
         ("refusal", c_uint64),
         ("sent", c_uint32),
         ("received", c_uint32),
@@ -129,6 +129,7 @@ class NativeEnginePort:
 
     def collect(self, ticket: Ticket, out: Tensor, *, add: bool, timeout_s: float) -> float:
         took_ns: int = self._collect(ticket.block_at, out.data_ptr() + ticket.out_skip, add, timeout_s)
+        ticket.waited_s = ticket.block.waited_ns * 1e-9
         if took_ns < 0:
             if took_ns == -Status.REFUSED:
                 raise refusal(self._payload(ticket.block.refusal))

@@ -148,7 +148,8 @@ class TcpEnginePort:
         target = ticket.rows_of(out)
         while ticket.received < ticket.chunks:
             self._send()
-            header = self._read(deadline)
+            with ticket.waiting():
+                header = self._read(deadline)
             if header is None:
                 continue
             sequence, owner = self._answers.popleft()

@@ -167,6 +167,13 @@ class EngineMetrics:
         self.steps_lost = Counter(
             "infinilora_engine_steps_lost", "Steps whose rows lost their link.", registry=registry
         )
+        self.lora_wait_s = Histogram(
+            "infinilora_engine_lora_wait_seconds",
+            "Exposed wait: seconds of one step spent waiting for the deltas of a site.",
+            ("site",),
+            buckets=_SITE_S,
+            registry=registry,
+        )
 
 
 class Times(Protocol):

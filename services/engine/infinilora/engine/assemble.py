@@ -22,8 +22,10 @@ from infinilora.engine.model.weights import load_weights
 from infinilora.engine.prepare import base_card
 from infinilora.engine.runner import Runner
 from infinilora.engine.sched.blocks import BlockPool
+from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sizes import Sizes, derive_sizes
+from infinilora.engine.timeline import TimedOps, Timeline
 from infinilora.engine.wire import ModelFacts
 from infinilora.protocol.adapter import BaseCard
 
@@ -44,6 +46,8 @@ class ModelOptions:
     kv_block: int = 16
     max_model_len: int = 0
     max_running: int = 64
+    timeline: Timeline | None = None
+    """Where the device's operations are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """Read and pack the weights; seconds to minutes."""
     started = time.perf_counter()
     spec = read_spec(options.directory)
-    ops = _ops(options)
+    ops = _ops(options) if options.timeline is None else TimedOps(_ops(options), options.timeline)
     sizes = derive_sizes(
         max_exact_len=spec.max_exact_len,
         wanted_len=options.max_model_len,
@@ -116,10 +120,11 @@ def make_loop(
     max_waiting: int = 256,
     patience: Patience | None = None,
     hooks: Hooks | None = None,
+    pingpong: PingPong | None = None,
 ) -> EngineLoop:
     """An engine loop over a loaded model; not started."""
     pool = BlockPool(model.sizes.num_blocks, model.sizes.block_size)
-    runner = Runner(model.decoder, lora, block_size=model.sizes.block_size)
+    runner = Runner(model.decoder, lora, block_size=model.sizes.block_size, pingpong=pingpong)
     return EngineLoop(runner, lora, limits, pool, max_waiting=max_waiting, patience=patience, hooks=hooks)
 
 

@@ -1,10 +1,11 @@
 """What the step thread tells about a sequence, in order. Plain values, safe to hand to another thread."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from infinilora.engine.sampler import TokenScore
+from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import InfiniLoraError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -47,14 +48,20 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step in numbers. `cached_tokens`: found in the prefix cache by sequences that began in it."""
+    """One step in numbers. `cached_tokens`: found in the prefix cache by sequences that began in it.
 
+    `started_s` is of time.perf_counter(). `waits`: exposed wait in seconds, by site. `trace`: see Outcome.
+    """
+
+    started_s: float
     seconds: float
     decode_rows: int
     prefill_rows: int
     cached_tokens: int
     num_preempted: int
     num_lost: int
+    waits: Mapping[Site, float] = field(default_factory=dict)
+    trace: bytes = b""
 
 
 Event = Produced | PromptScored | Ended | Failed

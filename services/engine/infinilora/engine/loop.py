@@ -180,7 +180,10 @@ class EngineLoop:
         cached = self._begin(rows, started)
         outcome = self._runner.run(rows)
         self._settle(outcome)
-        self._hooks.on_step(_report(outcome, plan, cached, time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        if not outcome.lost:
+            self._scheduler.observe(sum(item.count for item in rows), seconds)
+        self._hooks.on_step(_report(outcome, plan, cached, started, seconds))
 
     def _begin(self, rows: list[Rows], now: float) -> int:
         """Note whose first step this is; how many cached tokens they bring."""
@@ -200,7 +203,7 @@ class EngineLoop:
         has_moved, outcome, seconds = self._loading.advance()
         if outcome is not None:
             self._settle(outcome)
-            self._hooks.on_step(_report(outcome, Plan(), 0, seconds))
+            self._hooks.on_step(_report(outcome, Plan(), 0, time.perf_counter() - seconds, seconds))
         return has_moved
 
     def _settle(self, outcome: Outcome) -> None:
@@ -327,13 +330,16 @@ class EngineLoop:
         )
 
 
-def _report(outcome: Outcome, plan: Plan, cached: int, seconds: float) -> StepReport:
+def _report(outcome: Outcome, plan: Plan, cached: int, started_s: float, seconds: float) -> StepReport:
     decode = sum(1 for rows in outcome.done if rows.count == 1)
     return StepReport(
+        started_s=started_s,
         seconds=seconds,
         decode_rows=decode,
         prefill_rows=sum(rows.count for rows in outcome.done) - decode,
         cached_tokens=cached,
         num_preempted=len(plan.preempted),
         num_lost=len(outcome.lost),
+        waits=outcome.waits,
+        trace=outcome.trace,
     )

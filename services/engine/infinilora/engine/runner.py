@@ -10,6 +10,7 @@ Logits are of a few of a step's rows, so adapters of lm_head have a plan of thei
 """
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -17,17 +18,18 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from infinilora.engine.batching import BatchBuilder
 from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LeaseView, LoraBackend, StepLost
 from infinilora.engine.model.batch import Batch
 from infinilora.engine.model.decoder import Decoder, Flow
-from infinilora.engine.model.ops import Paging
 from infinilora.engine.sampler import Sampled, TokenScore, sample, score
+from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Rows
 from infinilora.engine.sequence import Sequence
+from infinilora.protocol.adapter import Site
 from infinilora.protocol.ids import Digest
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,10 @@ class Outcome:
     prompt_scores: dict[Sequence, dict[int, TokenScore]] = field(default_factory=dict)
     """Scores of prompt tokens by position; position 0 has none."""
     lost: list[Rows] = field(default_factory=list)
+    waits: dict[Site, float] = field(default_factory=dict)
+    """Exposed wait by site: seconds in which the step had to wait for a delta."""
+    trace: bytes = b""
+    """Of one traced request with an adapter; empty where there is none."""
 
 
 @dataclass(slots=True)
@@ -62,34 +68,39 @@ class Pass:
     lease: Lease | None
     flow: Flow
     seconds: float = 0.0
+    waits: dict[Site, float] = field(default_factory=dict)
 
 
 class Runner:
     """Runs steps, one at a time, in the engine's step thread."""
 
-    def __init__(self, decoder: Decoder, lora: LoraBackend, *, block_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, lora: LoraBackend, *, block_size: int, pingpong: PingPong | None = None
+    ) -> None:
         self._decoder = decoder
         self._lora = lora
-        self._block_size = block_size
+        self._batches = BatchBuilder(block_size=block_size, device=decoder.ops.device)
+        self._pingpong = pingpong or PingPong()
 
     @torch.inference_mode()
     def run(self, rows: Many[Rows]) -> Outcome:
         outcome = Outcome()
         placed = self._place(rows, outcome)
         while placed:
-            batch = self._batch([p.rows for p in placed])
+            batch = self._batches.build([p.rows for p in placed])
             hidden = self._forward(batch, placed, outcome)
             if hidden is not None:
                 self._read(hidden, placed, outcome)
-                return outcome
+                break
             placed = [p for p in placed if p.rows not in outcome.lost]
+        self._note_waits(outcome.waits)
         return outcome
 
     def open(self, rows: Many[Rows]) -> Pass:
         """Begin a pass of rows of one adapter; `advance` takes it through."""
         digest = rows[0].sequence.digest
         assert digest is not None
-        return Pass(list(rows), self._lora.view(digest).lease, Flow(self._batch(list(rows))))
+        return Pass(list(rows), self._lora.view(digest).lease, Flow(self._batches.build(rows)))
 
     def can_advance(self, part: Pass) -> bool:
         """Whether `advance` has something to do now."""
@@ -110,7 +121,16 @@ class Runner:
         if view.status is not LeaseStatus.RESIDENT:
             return None
         self._read(self._decoder.finish(part.flow), placed, outcome)
+        self._note_waits(part.waits)
+        outcome.waits, outcome.trace = part.waits, _trace_of(placed)
         return outcome
+
+    def _note_waits(self, waits: dict[Site, float]) -> float:
+        """Add what was waited since the last time to `waits`; the seconds added."""
+        news = self._lora.take_waits()
+        for site, seconds in news.items():
+            waits[site] = waits.get(site, 0.0) + seconds
+        return sum(news.values())
 
     def _view(self, part: Pass) -> LeaseView | None:
         """What is known of the pass's tenancy; None when it is not the adapter's any more."""
@@ -129,6 +149,7 @@ class Runner:
             _lose(loss, placed, outcome)
             return False
         finally:
+            self._note_waits(part.waits)
             if plan is not None:
                 self._lora.end(plan)
         return True
@@ -153,41 +174,21 @@ class Runner:
 
     def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
         """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
-        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), _trace_of(placed))
-        try:
+        outcome.trace = _trace_of(placed)
+        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), outcome.trace)
+        if plan is None:
             return self._decoder.forward(batch, self._lora, plan)
+        lens, started = batch.paging.query_lens, time.perf_counter()
+        try:
+            hidden = self._decoder.forward(batch, self._lora, plan, cut=self._pingpong.cut(lens))
         except StepLost as loss:
             _lose(loss, placed, outcome)
             return None
         finally:
-            if plan is not None:
-                self._lora.end(plan)
-
-    def _batch(self, rows: list[Rows]) -> Batch:
-        size, device = self._block_size, self._decoder.ops.device
-        counts = np.fromiter((r.count for r in rows), np.int64, len(rows))
-        starts = np.fromiter((r.start for r in rows), np.int64, len(rows))
-        ends = np.cumsum(counts)
-        owner = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(ends[-1]) - (ends - counts - starts)[owner]
-        tokens: list[int] = []
-        for r in rows:
-            tokens += r.sequence.tokens[r.start : r.start + r.count]
-        tables = np.zeros((len(rows), max(len(r.sequence.blocks) for r in rows)), np.int32)
-        for table, r in zip(tables, rows, strict=True):
-            table[: len(r.sequence.blocks)] = r.sequence.blocks
-        slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        context = starts + counts
-        paging = Paging(
-            query_start=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)).to(device),
-            context_len=torch.from_numpy(context.astype(np.int32)).to(device),
-            block_tables=torch.from_numpy(tables).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            query_lens=tuple(counts.tolist()),
-            max_context=int(context.max()),
-        )
-        token_ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-        return Batch(token_ids=token_ids, positions=torch.from_numpy(positions).to(device), paging=paging)
+            waited_s = self._note_waits(outcome.waits)
+            self._lora.end(plan)
+        self._pingpong.observe(lens, time.perf_counter() - started, waited_s)
+        return hidden
 
     def _read(self, hidden: Tensor, placed: list[Placed], outcome: Outcome) -> None:
         heads: list[_Head] = []

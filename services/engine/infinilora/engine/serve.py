@@ -2,26 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
 from infinilora.engine.backends import Around, Bell, open_lora
-from infinilora.engine.events import Hooks
+from infinilora.engine.events import Hooks, StepReport
 from infinilora.engine.facts import Facts
 from infinilora.engine.factsdesk import SERVICE as FACTS_SERVICE
 from infinilora.engine.factsdesk import FactsDesk
 from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
-from infinilora.engine.meter import Meter
+from infinilora.engine.meter import Meter, StepSpans
 from infinilora.engine.publish import keep_publishing
+from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.settings import Settings
+from infinilora.engine.timeline import TimedLora, Timeline
 from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command
@@ -30,6 +31,7 @@ from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart, Members
 from infinilora.runtime.service import Service
+from infinilora.runtime.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,13 @@ logger = logging.getLogger(__name__)
 async def serve(settings: Settings, service: Service) -> None:
     """Serve until a stop is asked for; then take nothing new, let what runs finish, and close."""
     torch.set_num_threads(1)  # the native pool has the others
-    model = await asyncio.to_thread(load_model, _model_options(settings))
+    timeline = Timeline() if settings.timeline else None
+    model = await asyncio.to_thread(load_model, _model_options(settings, timeline))
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
-        engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around))
+        if settings.timeline and timeline:
+            stack.callback(timeline.write, settings.timeline)
+        engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around, timeline))
         token = settings.rpc_token.get_secret_value()
         doors = [(SERVICE, engine), (HEALTH_SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
         server = await stack.enter_async_context(rpc.serving(settings.listen, doors, token=token))
@@ -78,7 +83,7 @@ async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
 
 @asynccontextmanager
 async def _engine(
-    settings: Settings, service: Service, model: LoadedModel, around: Around
+    settings: Settings, service: Service, model: LoadedModel, around: Around, timeline: Timeline | None
 ) -> AsyncIterator[tuple[Engine, EngineLoop, Commands]]:
     """The step thread and its doors; the thread has stopped when the block has ended."""
     mailboxes, bell = Mailboxes(), Bell()
@@ -96,11 +101,12 @@ async def _engine(
         lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
         loop = make_loop(
             model,
-            lora.backend,
-            Limits(settings.max_running, settings.step_tokens, settings.max_bypass),
+            lora.backend if timeline is None else TimedLora(lora.backend, timeline),
+            _limits(settings),
             max_waiting=settings.max_waiting,
             patience=Patience(settings.loading_patience_s, settings.lost_patience_s),
-            hooks=_hooks(mailboxes, meter, service),
+            hooks=_hooks(mailboxes, _hearers(meter, traces, timeline), service),
+            pingpong=PingPong(settings.ping_pong_mode),
         )
         if meter is not None:
             meter.watch(lambda: loop.load)
@@ -111,12 +117,31 @@ async def _engine(
         yield engine, loop, Commands(engine, lora.forget)
 
 
-def _hooks(mailboxes: Mailboxes, meter: Meter | None, service: Service) -> Hooks:
-    hooks = Hooks(flush=mailboxes.flush, on_crash=service.fail_threadsafe)
-    return hooks if meter is None else replace(hooks, on_step=meter.step)
+def _hearers(meter: Meter | None, traces: Telemetry, timeline: Timeline | None) -> list[Callable[[StepReport], None]]:
+    """Who hears of every step."""
+    spans = StepSpans(traces) if traces.is_on else None
+    return [each.step for each in (meter, spans, timeline) if each is not None]
 
 
-def _model_options(settings: Settings) -> ModelOptions:
+def _hooks(mailboxes: Mailboxes, heard: list[Callable[[StepReport], None]], service: Service) -> Hooks:
+    def on_step(report: StepReport) -> None:
+        for hear in heard:
+            hear(report)
+
+    return Hooks(flush=mailboxes.flush, on_step=on_step, on_crash=service.fail_threadsafe)
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        settings.max_running,
+        settings.step_tokens,
+        settings.max_bypass,
+        tpot_s=settings.tpot_ms / 1000,
+        min_step_tokens=settings.min_step_tokens,
+    )
+
+
+def _model_options(settings: Settings, timeline: Timeline | None) -> ModelOptions:
     return ModelOptions(
         directory=settings.model,
         served_name=settings.served_name,
@@ -128,6 +153,7 @@ def _model_options(settings: Settings) -> ModelOptions:
         kv_block=settings.kv_block,
         max_model_len=settings.max_model_len,
         max_running=settings.max_running,
+        timeline=timeline,
     )
 
 

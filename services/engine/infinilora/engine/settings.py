@@ -39,9 +39,17 @@ class Settings(Common):
     max_waiting: int = Field(default=256, ge=1)
     step_tokens: int = Field(default=512, ge=1)
     """Rows of one step at most: long prompts are cut into chunks of this."""
+    tpot_ms: int = Field(default=100, ge=0)
+    """What a step may take while somebody decodes: its rows follow what was measured. 0: always `step_tokens`."""
+    min_step_tokens: int = Field(default=64, ge=1)
+    """Rows of a step, besides those that decode, however little time `tpot_ms` leaves."""
     max_bypass: int = Field(default=256, ge=1)
     facts_mb: int = Field(default=4096, ge=1)
     """Of one request for facts of the base, which lies on disk under `var_dir` while it is answered."""
+
+    ping_pong: Literal["", "off", "auto", "on"] = ""
+    """Rows of a step in two halves that take turns, one computing while the other waits for deltas. `auto`: where it
+    was measured to pay. Empty: `auto` on CUDA, `off` on a CPU, whose LoRA server shares its cores."""
 
     lora: Literal["remote", "local", "none"] = "remote"
     link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")
@@ -67,6 +75,13 @@ class Settings(Common):
     """A request whose adapter is not ready by then gets `adapter_loading`."""
     lost_patience_s: float = Field(default=1.5, gt=0)
     """A running request that lost its adapter for so long gets `adapter_failed`."""
+
+    timeline: Path | None = None
+    """Where a timeline of all steps is written when the engine ends (timeline.py). For measurements only."""
+
+    @property
+    def ping_pong_mode(self) -> Literal["off", "auto", "on"]:
+        return self.ping_pong or ("auto" if self.device == "cuda" else "off")
 
     @field_validator("link_backends", mode="before")
     @classmethod

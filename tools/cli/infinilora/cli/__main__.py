@@ -2,7 +2,7 @@
 
 import typer
 
-from infinilora.cli import adapter_commands, model_commands
+from infinilora.cli import adapter_commands, bench_commands, model_commands
 from infinilora.cli.chat_command import chat
 from infinilora.cli.plan_command import plan
 from infinilora.cli.status_command import status
@@ -20,6 +20,7 @@ app.command()(status)
 app.command()(plan)
 app.add_typer(adapter_commands.app, name="adapter")
 app.add_typer(model_commands.app, name="model")
+app.add_typer(bench_commands.app, name="bench")
 
 
 def main() -> None:

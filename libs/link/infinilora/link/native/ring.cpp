@@ -57,9 +57,10 @@ struct FrameHeader {
   uint32_t layer, site, row_start, rows, in_cols, out_cols;
   uint32_t in_begin, in_end, out_begin, out_end;
   uint32_t topk, dtype;
-  uint64_t payload_bytes, reserved0;
+  uint64_t payload_bytes;
+  int64_t began_ns;  // of an answer: when the server took the call up and had computed it, on its monotonic clock
   uint8_t trace[24];
-  uint64_t reserved1;
+  int64_t ended_ns;
 };
 static_assert(sizeof(FrameHeader) == 128, "frame.py packs 128 bytes");
 
@@ -89,6 +90,8 @@ struct Ticket {  // a site call of one shape, cut into chunks. Made by Python, s
   uint32_t out_dtype, chunks;
   uint64_t x, ids, weights, first;  // from here on: of the call under way
   int64_t sent_ns;
+  int64_t waited_ns;                // inside `collect`, for chunks that were not there yet
+  int64_t began_ns, ended_ns;       // when the server computed: from its first chunk to its last
   uint64_t refusal;                 // where in the file the frame that says no lies
   uint32_t sent, received;
 };
@@ -322,6 +325,7 @@ struct Engine : Rings {    // begins as zeros
     t.ids = ids;
     t.weights = weights;
     t.sent = t.received = 0;
+    t.waited_ns = 0;
     t.first = next;
     next += t.chunks;
     pump(t);
@@ -346,6 +350,8 @@ struct Engine : Rings {    // begins as zeros
     const uint64_t cols = t.header.out_cols;
     if (frame->kind != kReply || frame->rows != rows || frame->payload_bytes != rows * cols * width(t.header.dtype))
       return kCorrupt;
+    if (t.received == 0) t.began_ns = frame->began_ns;
+    t.ended_ns = frame->ended_ns;
     take_rows(payload(frame), t.header.dtype, to, row0, rows, cols);
     return kOk;
   }
@@ -355,9 +361,13 @@ struct Engine : Rings {    // begins as zeros
       pump(t);
       if (t.received == t.sent && t.first + t.sent != sent) return kBlocked;  // an earlier ticket must be collected first
       const uint64_t s = t.first + t.received;
-      const Status status = await(*this, file->engine, file->server, deadline,
-                                  [&] { return (t.received < t.sent && arrived(s)) || can_send(t); });
-      if (status != kOk) return status;
+      const auto ready = [&] { return (t.received < t.sent && arrived(s)) || can_send(t); };
+      if (!ready()) {
+        const int64_t from = now_ns();
+        const Status status = await(*this, file->engine, file->server, deadline, ready);
+        t.waited_ns += now_ns() - from;
+        if (status != kOk) return status;
+      }
       if (t.received == t.sent || !arrived(s)) continue;
       const Status taken = take(t, s, to);
       state[s % n] = kDone;
@@ -411,6 +421,7 @@ struct Times {  // of site calls computed; written by the serving thread alone
 
 struct Server : Rings {  // begins as zeros
   uint64_t taken;        // request frames done with
+  int64_t began_ns;      // when the frame in hand was taken up
 
   void release() {
     store(&file->consumed, ++taken);
@@ -423,18 +434,23 @@ struct Server : Rings {  // begins as zeros
     if (is_shut(file->engine) || is_shut(file->server)) return kClosed;  // nobody waits for what is still there
     const Status status = await(*this, file->server, file->engine, deadline_after(timeout_ns),
                                 [&] { return load(&frame->word) == word; });
+    began_ns = now_ns();
     return status == kOk && !fits(*frame, capacity) ? kCorrupt : status;
   }
 
   // Publish the reply to the frame in hand (its payload is in the reply buffer already) and give the frame back.
-  void answer(uint32_t kind, uint64_t payload_bytes) {
+  // Returns when the computing ended.
+  int64_t answer(uint32_t kind, uint64_t payload_bytes) {
     const FrameHeader* from = request(taken);
     FrameHeader* frame = reply(from->sequence);
     std::memcpy(&frame->kind, &from->kind, sizeof(FrameHeader) - sizeof(frame->word));
     frame->kind = kind;
     frame->payload_bytes = payload_bytes;
+    frame->began_ns = began_ns;
+    const int64_t ended = frame->ended_ns = now_ns();
     store(&frame->word, from->sequence + 1);
     release();
+    return ended;
   }
 
   bool computes(FrameHeader* h, Compute compute, void* program) {
@@ -452,10 +468,8 @@ struct Server : Rings {  // begins as zeros
     for (;;) {
       const Status status = recv(timeout_ns, found);
       if (status != kOk) return status;
-      const int64_t started = now_ns();
       if (!computes(*found, compute, program)) return kOk;
-      answer(kReply, uint64_t((*found)->rows) * (*found)->out_cols * 4);
-      times.add(started, now_ns());
+      times.add(began_ns, answer(kReply, uint64_t((*found)->rows) * (*found)->out_cols * 4));
     }
   }
 

@@ -8,7 +8,7 @@ A decode step repeats the shapes of the one before it, so that a call is little 
 is checked and laid out once is not checked again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from infinilora.engine.lora.columns import ColumnPicks, ColumnsPart
 from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
-from infinilora.engine.lora.layout import Layout, Range, Span
+from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, Span
 from infinilora.link import ports
 from infinilora.link.ends import EngineEnd, dtype_code
 from infinilora.link.frame import Flag, Header, Kind, PlanSegment, column_slices
@@ -39,6 +39,10 @@ class Part:
     end: EngineEnd
     ticket: ports.Ticket
 
+    @property
+    def tickets(self) -> tuple[ports.Ticket, ...]:
+        return (self.ticket,)
+
     def wait(self, y: Tensor, deadline_s: float) -> float:
         """Add the delta to y; the seconds that it took. Raises LinkError."""
         return self.end.wait(self.ticket, y, deadline_s=deadline_s, add=True)
@@ -49,6 +53,7 @@ class GonePart:
     """The rows of one span whose link was gone at the start."""
 
     span: Span
+    tickets: tuple[ports.Ticket, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +88,11 @@ class SiteCall:
     def digests(self) -> frozenset[Digest]:
         return frozenset().union(*(part.span.digests for part in self.parts))
 
+    @property
+    def tickets(self) -> Iterator[ports.Ticket]:
+        """Of the latest call, in the order in which they are waited for."""
+        return chain.from_iterable(part.tickets for part in self.parts)
+
     def send(self, step_id: int, layer: int, x: Tensor, routing: Routing | None) -> RemoteTicket:
         """Send x [T, ...] as it is to every link that has a part. Never waits."""
         ids = weights = None
@@ -99,7 +109,10 @@ class SiteCall:
 
 
 class StepCalls:
-    """The calls of one layout over one set of links: `links[n]` carries span n (None: there is none)."""
+    """The calls of one layout over one set of links: `links[n]` carries span n (None: there is none).
+
+    `first`: the step's row that is row 0 of the layout, and of every x and y.
+    """
 
     def __init__(
         self,
@@ -108,6 +121,7 @@ class StepCalls:
         geometry: Mapping[tuple[int, Site], SiteGeometry],
         clocks: Mapping[Site, SiteClock],
         dtype: torch.dtype,
+        first: int = 0,
     ) -> None:
         self.layout = layout
         self.links = links
@@ -118,7 +132,9 @@ class StepCalls:
         self._found: dict[int, SiteCall | None] = {}
         self._shared: dict[tuple[object, ...], SiteCall] = {}
         self._extra: list[SiteCall] = []
-        self._picks = ColumnPicks()
+        self._first = first
+        self._picks = ColumnPicks(first)
+        self._windows: dict[tuple[int, int], StepCalls] = {}
 
     def find(self, layer: int, site: Site, x: Tensor, routing: Routing | None) -> SiteCall | None:
         """A call that may be sent; None where no row is adapted. x and routing say the widths when it is new."""
@@ -134,8 +150,23 @@ class StepCalls:
         links = tuple(None if link in gone else link for link in self.links)
         return StepCalls(self.layout, links, self._geometry, self._clocks, self._dtype)
 
+    def window(self, start: int, stop: int) -> "StepCalls":
+        """Those of rows [start, stop) alone, counted from `start`."""
+        found = self._windows.get((start, stop))
+        if found is None:
+            layout = self.layout.window(start, stop)
+            link_of = {span.group: link for span, link in zip(self.layout.spans, self.links, strict=True)}
+            links = tuple(link_of[span.group] for span in layout.spans)
+            found = StepCalls(layout, links, self._geometry, self._clocks, self._dtype, self._first + start)
+            if len(self._windows) >= KEPT_WINDOWS:
+                self._windows.clear()
+            self._windows[start, stop] = found
+        return found
+
     def end(self) -> None:
         """The step is over: none of its tickets is added any more."""
+        for window in self._windows.values():
+            window.end()
         for call in chain(self._shared.values(), self._extra):
             call.under_way = None
         self._extra.clear()
@@ -164,8 +195,8 @@ class StepCalls:
                 parts.append(ColumnsPart(span, link, link.sharding, found, shape, geometry, self._picks))
             else:
                 end = link.ends[link.owner(layer, site) or HEAD]
-                rows = shape._replace(row_start=found.start, rows=found.stop - found.start)
-                parts += [Part(span, link, end, ticket) for ticket in _tickets(end, rows)]
+                rows = shape._replace(row_start=self._first + found.start, rows=found.stop - found.start)
+                parts += [Part(span, link, end, ticket) for ticket in _tickets(end, rows, found.start)]
         return SiteCall(self.layout, site, parts, self._clocks[site], self._dtype)
 
     def _owner(self, found: Range, layer: int, site: Site) -> int | None:
@@ -194,9 +225,8 @@ class StepCalls:
         )
 
 
-def _tickets(end: EngineEnd, shape: Header) -> list[ports.Ticket]:
-    """A row of lm_head, as wide as the vocabulary, may not fit a buffer: it comes in slices then."""
-    at = shape.row_start
+def _tickets(end: EngineEnd, shape: Header, at: int) -> list[ports.Ticket]:
+    """For rows from row `at` of x on. A row of lm_head may not fit a buffer: it comes in slices then."""
     slices = column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
     if shape.site != Site.LM_HEAD or len(slices) == 1:
         return [end.prepare(shape, at=at)]

@@ -27,10 +27,10 @@ NO_EXPERT = -1
 
 
 class Picks(NamedTuple):
-    """What a column gets of a call. rows int64 [D], of the step, in order; places int64 [D, n]: which of their choices.
+    """What a column gets of a call. rows int64 [D], of x, in order; places int64 [D, n]: which of their choices.
 
-    ids int32 and weights fp32 [D, 1 + n] as they are sent: with the row in front. Places beyond a row's own choices
-    are of other columns, with NO_EXPERT for an id.
+    ids int32 and weights fp32 [D, 1 + n] as they are sent: with the step's row in front. Places beyond a row's own
+    choices are of other columns, with NO_EXPERT for an id.
     """
 
     rows: Tensor
@@ -39,8 +39,11 @@ class Picks(NamedTuple):
     weights: Tensor
 
 
-def picks_of(routing: Routing, rows: Range, experts: range) -> Picks | None:
-    """The rows of a range that chose one of these experts, and their choices; None where none did."""
+def picks_of(routing: Routing, rows: Range, experts: range, first: int = 0) -> Picks | None:
+    """The rows of a range that chose one of these experts, and their choices; None where none did.
+
+    `first`: the step's row that is row 0 of the routing.
+    """
     ids = routing.topk_ids[rows.start : rows.stop]
     own = (ids >= experts.start) & (ids < experts.stop)
     counts = own.sum(1)
@@ -51,21 +54,23 @@ def picks_of(routing: Routing, rows: Range, experts: range) -> Picks | None:
     places = own.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
     is_own = own.gather(1, places)
     numbers = torch.where(is_own, ids[chosen].gather(1, places) - experts.start, NO_EXPERT)
-    step_rows = chosen + rows.start
-    weights = routing.topk_weights[step_rows].gather(1, places).float()
-    heads = step_rows[:, None]
+    chosen += rows.start
+    weights = routing.topk_weights[chosen].gather(1, places).float()
+    step_rows = (chosen + first)[:, None]
     return Picks(
-        step_rows,
+        chosen,
         places,
-        torch.cat([heads.to(torch.int32), numbers.to(torch.int32)], 1),
-        torch.cat([torch.zeros(len(heads), 1), weights], 1),
+        torch.cat([step_rows.to(torch.int32), numbers.to(torch.int32)], 1),
+        torch.cat([torch.zeros(len(chosen), 1), weights], 1),
     )
 
 
 class ColumnPicks:
     """The picks of the routing that was seen last: a layer's two MoE sites have the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        """`first`: the step's row that is row 0 of every routing."""
+        self._first = first
         self._routing: Routing | None = None
         self._found: dict[tuple[Range, range], Picks | None] = {}
 
@@ -75,7 +80,7 @@ class ColumnPicks:
             self._found.clear()
         key = rows, experts
         if key not in self._found:
-            self._found[key] = picks_of(routing, rows, experts)
+            self._found[key] = picks_of(routing, rows, experts, self._first)
         return self._found[key]
 
 
@@ -107,6 +112,11 @@ class ColumnsPart:
         self._geometry = geometry
         self._picks = picks
         self._sent: list[_Sent] = []
+
+    @property
+    def tickets(self) -> tuple[ports.Ticket, ...]:
+        """Of the latest call."""
+        return tuple(sent.ticket for sent in self._sent)
 
     def send(self, step_id: int, layer: int, x: Tensor, routing: Routing | None) -> None:
         """Send x [T, h], or [T, k, f] for MOE_DOWN, to the columns that have a part of it. Never waits."""
@@ -142,7 +152,6 @@ class ColumnsPart:
             left_s = max(deadline - time.monotonic(), 0.0)
             took_s = max(took_s, end.wait(ticket, delta, deadline_s=left_s, add=False))
             self._add(y, delta, picks)
-        self._sent = []
         return took_s
 
     def _add(self, y: Tensor, delta: Tensor, picks: Picks) -> None:

@@ -70,6 +70,10 @@ class HybridPlan:
     def adapts(self, layer: int, site: Site) -> bool:
         return any(plan.adapts(layer, site) for plan in (self.here, self.there) if plan is not None)
 
+    def window(self, start: int, stop: int) -> StepPlan | None:
+        here, there = (None if plan is None else plan.window(start, stop) for plan in (self.here, self.there))
+        return None if here is None and there is None else HybridPlan(here, there)
+
 
 @dataclass(frozen=True, slots=True)
 class HybridTicket:
@@ -221,6 +225,10 @@ class HybridLora:
             self._local.end(plan.here)
         if plan.there is not None:
             self._remote.end(plan.there)
+
+    def take_waits(self) -> dict[Site, float]:
+        """Theirs: what is computed here waits for nobody."""
+        return self._remote.take_waits()
 
     def close(self) -> None:
         self._local.close()

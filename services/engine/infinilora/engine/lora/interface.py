@@ -92,6 +92,13 @@ class StepPlan(Protocol):
         """Whether any adapter of this step adapts this site; nothing is sent where none does."""
         ...
 
+    def window(self, start: int, stop: int) -> "StepPlan | None":
+        """The same step where x and y hold its rows [start, stop) alone; None where no adapter has any of them.
+
+        Windows that do not overlap may be under way at one time. They end with their plan.
+        """
+        ...
+
 
 class Ticket(Protocol):
     """A delta on its way. Used once, by `add`."""
@@ -147,6 +154,10 @@ class LoraBackend(Protocol):
 
     def end(self, plan: StepPlan) -> None:
         """The step is over, or abandoned: outstanding replies are stale from here on."""
+        ...
+
+    def take_waits(self) -> dict[Site, float]:
+        """Exposed wait: seconds that `add` spent waiting since this was asked last, by site; sites used alone."""
         ...
 
     def close(self) -> None: ...

@@ -36,6 +36,10 @@ class Range:
     stop: int
 
 
+KEPT_WINDOWS = 8
+"""Of one set of adapter rows: where a step is cut depends on its base rows too, which change."""
+
+
 class Layout:
     """The spans of a step's rows and, for each site, the ranges to send. Raises Internal for rows out of order."""
 
@@ -46,6 +50,16 @@ class Layout:
         self._ranges: dict[tuple[int, Site], tuple[Range, ...]] = {}
         self.has_scales = any(segment.lease.scales is not None for segment in self.rows)
         self._scaled: dict[tuple[int, Site], tuple[ScaledRows, ...]] = {}
+        self._windows: dict[tuple[int, int], Layout] = {}
+
+    def window(self, start: int, stop: int) -> "Layout":
+        """What lies in rows [start, stop), counted from `start`; the same object for the same windows."""
+        known = self._windows.get((start, stop))
+        if known is None:
+            if len(self._windows) >= KEPT_WINDOWS:
+                self._windows.clear()
+            known = self._windows[start, stop] = Layout(clip(self.rows, start, stop))
+        return known
 
     def ranges(self, layer: int, site: Site) -> tuple[Range, ...]:
         """One range at most for each span; none where nothing is adapted."""
@@ -67,6 +81,12 @@ class Layout:
                 if s.lease.scales is not None and s.lease.scales.has(layer, site)
             )
         return known
+
+
+def clip(rows: Sequence[AdapterRows], start: int, stop: int) -> tuple[AdapterRows, ...]:
+    """What lies in rows [start, stop) of a step, counted from `start`."""
+    cut = ((max(r.row_start, start), min(r.row_start + r.rows, stop), r.lease) for r in rows)
+    return tuple(AdapterRows(first - start, end - first, lease) for first, end, lease in cut if first < end)
 
 
 def _spans(rows: Sequence[AdapterRows]) -> Iterator[Span]:

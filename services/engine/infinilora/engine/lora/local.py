@@ -35,11 +35,12 @@ GROUP = "this engine"
 
 
 class LocalPlan:
-    """One step's rows as the pool's execution takes them."""
+    """One step's rows as the pool's execution takes them. `first`: the row of `work` that is row 0 of `layout`."""
 
-    def __init__(self, layout: Layout, step_id: int) -> None:
+    def __init__(self, layout: Layout, work: StepWork, first: int = 0) -> None:
         self.layout = layout
-        self.work = StepWork(step_id, [_tenancy(segment) for segment in layout.rows])
+        self.work = work
+        self.first = first
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +48,10 @@ class LocalPlan:
 
     def adapts(self, layer: int, site: Site) -> bool:
         return bool(self.layout.ranges(layer, site))
+
+    def window(self, start: int, stop: int) -> StepPlan | None:
+        layout = self.layout.window(start, stop)
+        return LocalPlan(layout, self.work, self.first + start) if layout.rows else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class LocalLora:
         self._steps += 1
         self._open_plans += 1
         self._grants.stepped(row.lease.slot for row in rows)
-        return LocalPlan(self._layout, self._steps)
+        return LocalPlan(self._layout, StepWork(self._steps, [_tenancy(segment) for segment in rows]))
 
     def submit(
         self, plan: StepPlan, layer: int, site: Site, x: Tensor, routing: Routing | None = None
@@ -134,7 +139,7 @@ class LocalLora:
         call = SiteCall(
             ticket.layer,
             ticket.site,
-            rows.start,
+            ticket.plan.first + rows.start,
             ticket.x[at],
             y[at],
             None if ids is None else ids[at],
@@ -147,6 +152,10 @@ class LocalLora:
 
     def end(self, plan: StepPlan) -> None:  # noqa: ARG002
         self._open_plans -= 1
+
+    def take_waits(self) -> dict[Site, float]:
+        """None: a delta is computed in `add`, which waits for nobody."""
+        return {}
 
     def close(self) -> None:
         """Give every lease up; the pool stays open."""

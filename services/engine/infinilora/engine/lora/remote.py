@@ -68,6 +68,10 @@ class RemotePlan:
     def adapts(self, layer: int, site: Site) -> bool:
         return bool(self.calls.layout.ranges(layer, site))
 
+    def window(self, start: int, stop: int) -> StepPlan | None:
+        calls = self.calls.window(start, stop)
+        return RemotePlan(self.step_id, calls) if calls.layout.rows else None
+
 
 class RemoteLora:
     """The LoraBackend over LoRA server groups. `run` keeps its links; it belongs to the asyncio loop."""
@@ -97,6 +101,7 @@ class RemoteLora:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fleet_changed = asyncio.Event()
         self._clocks = {site: SiteClock() for site in Site}
+        self._waits: dict[Site, float] = {}
         self._recent: list[StepCalls] = []
         self._steps = 0
         self._open_plans = 0
@@ -310,7 +315,11 @@ class RemoteLora:
         if call.layout.has_scales:
             scale_rows(call.layout.scaled(ticket.layer, call.site), ticket.layer, call.site, y)
         for part in call.parts:
-            clock.took_s.append(self._wait(part, y, clock.deadline_s))
+            try:
+                clock.took_s.append(self._wait(part, y, clock.deadline_s))
+            finally:
+                waited_s = sum(ticket.waited_s for ticket in part.tickets)
+                self._waits[call.site] = self._waits.get(call.site, 0.0) + waited_s
         call.under_way = None
 
     def _wait(self, part: Part | ColumnsPart | GonePart, y: Tensor, deadline_s: float) -> float:
@@ -348,6 +357,10 @@ class RemoteLora:
                 end.abandon()
         for clock in self._clocks.values():
             clock.catch_up()
+
+    def take_waits(self) -> dict[Site, float]:
+        waits, self._waits = self._waits, {}
+        return waits
 
     def close(self) -> None:
         """End every link. `run` is cancelled by whoever spawned it."""

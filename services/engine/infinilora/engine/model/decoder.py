@@ -1,18 +1,20 @@
 """The forward pass: one mixed batch of prefill and decode rows through every layer, deltas added on the way.
 
 Each site sends its activations out before the base product and adds what comes back after it. A batch without
-adapters has no plan and never reaches the LoRA interface.
+adapters has no plan and never reaches the LoRA interface. Where deltas are the longer side, the rows go in two halves
+that take turns: attention needs no more than that a sequence's rows stay together.
 """
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from infinilora.engine.lora.interface import LoraBackend, StepPlan
 from infinilora.engine.model.batch import Batch
-from infinilora.engine.model.deltas import Deltas, LoraDeltas, NoDeltas
+from infinilora.engine.model.deltas import Deltas, Turns, alone, in_turns
 from infinilora.engine.model.kv import KvCache
 from infinilora.engine.model.moe import moe_block
 from infinilora.engine.model.ops import Ops
@@ -44,15 +46,30 @@ class Decoder:
         self.kv = kv
         self._scale = 1.0 / math.sqrt(spec.head_dim)
 
-    def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
-        """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come."""
+    def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None, *, cut: int = 0) -> Tensor:
+        """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come.
+
+        With `cut`, the rows of the first `cut` sequences and the others take turns: the same numbers.
+        """
+        if cut and plan is not None:
+            return self._in_halves(batch, lora, plan, cut)
         flow = Flow(batch)
         self.proceed(flow, lora, plan, until=self.spec.num_layers)
         return self.finish(flow)
 
     def proceed(self, flow: Flow, lora: LoraBackend, plan: StepPlan | None, *, until: int) -> None:
         """Run the layers before layer `until`. Raises StepLost: the flow is void then."""
-        deltas = _deltas(lora, plan)
+        alone(self._layers(flow, Deltas(lora, plan), until))
+
+    def _in_halves(self, batch: Batch, lora: LoraBackend, plan: StepPlan, cut: int) -> Tensor:
+        """Two flows: while a delta of the one is on its way, the other computes."""
+        flows = [Flow(half) for half in batch.halves(cut)]
+        edges = 0, flows[0].batch.num_rows, batch.num_rows
+        deltas = [Deltas(lora, plan.window(*edge), plan) for edge in pairwise(edges)]
+        in_turns([self._layers(f, d, self.spec.num_layers) for f, d in zip(flows, deltas, strict=True)])
+        return torch.cat([self.finish(flow) for flow in flows])
+
+    def _layers(self, flow: Flow, deltas: Deltas, until: int) -> Turns[None]:
         ops, eps = self.ops, self.spec.norm_eps
         residual, out = flow.residual, flow.out
         if residual is None:
@@ -63,9 +80,9 @@ class Decoder:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = ops.add_rms_norm(out, residual, layer.input_norm, eps)
-            out = self._attention(index, layer, x, flow.batch, deltas)
+            out = yield from self._attention(index, layer, x, flow.batch, deltas)
             x = ops.add_rms_norm(out, residual, layer.post_norm, eps)
-            out = self._mlp(index, layer, x, deltas)
+            out = yield from self._mlp(index, layer, x, deltas)
         flow.layer, flow.out = until, out
 
     def finish(self, flow: Flow) -> Tensor:
@@ -76,16 +93,16 @@ class Decoder:
     def logits(self, hidden: Tensor, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """fp32 [rows, vocab] of some rows of what `forward` returned. `plan` counts these rows; raises StepLost."""
         x = self.ops.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
-        return _deltas(lora, plan).linear(self.spec.num_layers, Site.LM_HEAD, x, self.weights.lm_head).float()
+        return alone(Deltas(lora, plan).linear(self.spec.num_layers, Site.LM_HEAD, x, self.weights.lm_head)).float()
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch, deltas: Deltas) -> Tensor:
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch, deltas: Deltas) -> Turns[Tensor]:
         spec, ops = self.spec, self.ops
-        q, k, v = self._split(deltas.linear(index, Site.QKV, x, layer.qkv), layer)
+        q, k, v = self._split((yield from deltas.linear(index, Site.QKV, x, layer.qkv)), layer)
         ops.rope(q, k, batch.positions, self.weights.cos, self.weights.sin)
         self.kv.write(index, k, v, batch.paging.slots)
         keys, values = self.kv.keys[index], self.kv.values[index]
         attended = ops.attention(q, keys, values, batch.paging, self._scale)
-        return deltas.linear(index, Site.O, attended.reshape(-1, spec.q_dim), layer.o)
+        return (yield from deltas.linear(index, Site.O, attended.reshape(-1, spec.q_dim), layer.o))
 
     def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Q [T, Hq, D], k and v [T, Hkv, D]; q and k normed, then all three clipped, where the model does."""
@@ -100,12 +117,8 @@ class Decoder:
         heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         return q.reshape(heads[0]), k.reshape(heads[1]), v.reshape(heads[1])
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, deltas: Deltas) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, deltas: Deltas) -> Turns[Tensor]:
         if not isinstance(layer.mlp, MlpWeights):
-            return moe_block(index, layer.mlp, x, self.ops, deltas)
-        act = self.ops.silu_mul(deltas.linear(index, Site.GATE_UP, x, layer.mlp.gate_up))
-        return deltas.linear(index, Site.DOWN, act, layer.mlp.down)
-
-
-def _deltas(lora: LoraBackend, plan: StepPlan | None) -> Deltas:
-    return NoDeltas() if plan is None else LoraDeltas(lora, plan)
+            return (yield from moe_block(index, layer.mlp, x, self.ops, deltas))
+        act = self.ops.silu_mul((yield from deltas.linear(index, Site.GATE_UP, x, layer.mlp.gate_up)))
+        return (yield from deltas.linear(index, Site.DOWN, act, layer.mlp.down))

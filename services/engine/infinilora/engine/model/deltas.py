@@ -1,6 +1,15 @@
-"""The LoRA interface bound to one step, as the layers use it: submit, base product, add."""
+"""The LoRA interface bound to one step, as the layers use it: submit, base product, add.
 
-from typing import Protocol
+A computation of the model is a generator. Alone it runs to its end (`alone`); of two that take turns, each stops
+where it would have to wait for a delta, and goes on once the other has got as far (`in_turns`).
+
+    one    submit, product | ........ | add, attention, submit, product | ........ |
+    other  ................ | submit, product | ....................... | add, ...
+"""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,61 +18,70 @@ from infinilora.engine.lora.interface import LoraBackend, Routing, StepPlan, Tic
 from infinilora.engine.model.ops import Linear
 from infinilora.protocol.adapter import Site
 
-
-class Deltas(Protocol):
-    """What a layer may ask of LoRA."""
-
-    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:
-        """Weight(x) with the site's delta added; the delta is on its way while the product runs."""
-        ...
-
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows table[token_ids] [T, h], with the embedding's delta added."""
-        ...
-
-    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None: ...
-
-    def add(self, ticket: Ticket | None, y: Tensor) -> None: ...
+T = TypeVar("T")
+Turns = Generator[None, None, T]
+"""A computation of a T that may be left at each of its stops, where a delta is on its way, and taken up again."""
 
 
-class NoDeltas:
-    """A step of base rows only: the products and nothing else."""
-
-    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:  # noqa: ARG002
-        return weight(x)
-
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return table[token_ids]
-
-    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None:  # noqa: ARG002
-        return None
-
-    def add(self, ticket: Ticket | None, y: Tensor) -> None:
-        pass
+def alone(turns: Turns[T]) -> T:
+    """Run it to its end, alone."""
+    (result,) = in_turns([turns])
+    return result
 
 
-class LoraDeltas:
-    """A step with a plan."""
+def in_turns(parts: Sequence[Turns[T]]) -> list[T]:
+    """Run them all to their ends, from stop to stop in turn."""
+    found: dict[int, T] = {}
+    waiting = deque(enumerate(parts))
+    while waiting:
+        number, turns = waiting.popleft()
+        try:
+            next(turns)
+        except StopIteration as end:
+            found[number] = end.value
+        else:
+            waiting.append((number, turns))
+    return [found[number] for number in range(len(parts))]
 
-    def __init__(self, lora: LoraBackend, plan: StepPlan) -> None:
+
+class Deltas:
+    """The deltas of a step, or of some of its rows. Without a plan there are none, and the backend is never asked.
+
+    With `step`, the plan of all rows, it stops at each site that any row of the step adapts; else nowhere.
+    """
+
+    def __init__(self, lora: LoraBackend, plan: StepPlan | None, step: StepPlan | None = None) -> None:
         self._lora = lora
         self._plan = plan
+        self._step = step
 
-    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Tensor:
-        ticket = self._lora.submit(self._plan, layer, site, x)
+    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Turns[Tensor]:
+        """Weight(x) with the site's delta added; the delta is on its way while the product runs."""
+        ticket = None if self._plan is None else self._lora.submit(self._plan, layer, site, x)
         y = weight(x)
-        self._lora.add(ticket, y)
+        if self._stops(layer, site):
+            yield
+        if ticket is not None:
+            self._lora.add(ticket, y)
         return y
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows table[token_ids] [T, h], with the embedding's delta added."""
         y = table[token_ids]
-        if self._plan.adapts(0, Site.EMBED):
+        if self._plan is not None and self._plan.adapts(0, Site.EMBED):
             ids = token_ids.to(torch.int32)[:, None]
             self._lora.add(self._lora.submit(self._plan, 0, Site.EMBED, ids), y)
         return y
 
     def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None:
-        return self._lora.submit(self._plan, layer, site, x, routing)
+        return None if self._plan is None else self._lora.submit(self._plan, layer, site, x, routing)
 
-    def add(self, ticket: Ticket | None, y: Tensor) -> None:
-        self._lora.add(ticket, y)
+    def add(self, layer: int, site: Site, ticket: Ticket | None, y: Tensor) -> Turns[None]:
+        """What `submit` of this site gave is added to y."""
+        if self._stops(layer, site):
+            yield
+        if ticket is not None:
+            self._lora.add(ticket, y)
+
+    def _stops(self, layer: int, site: Site) -> bool:
+        return self._step is not None and self._step.adapts(layer, site)

@@ -14,6 +14,9 @@ class KvCache:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    key_rows: tuple[Tensor, ...]
+    value_rows: tuple[Tensor, ...]
+    """The same memory, [blocks * block size, KV heads, head width]."""
 
     @classmethod
     def allocate(
@@ -24,12 +27,13 @@ class KvCache:
         def layers() -> tuple[Tensor, ...]:
             return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers))
 
-        return cls(keys=layers(), values=layers())
+        keys, values = layers(), layers()
+        return cls(keys, values, tuple(k.flatten(0, 1) for k in keys), tuple(v.flatten(0, 1) for v in values))
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put k, v [T, Hkv, D] at `slots` (block * size + offset)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+        self.key_rows[layer].index_copy_(0, slots, k)
+        self.value_rows[layer].index_copy_(0, slots, v)
 
 
 def block_bytes(spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:

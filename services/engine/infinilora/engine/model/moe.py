@@ -8,32 +8,32 @@ import torch
 from torch import Tensor
 
 from infinilora.engine.lora.interface import Routing
-from infinilora.engine.model.deltas import Deltas
+from infinilora.engine.model.deltas import Deltas, Turns
 from infinilora.engine.model.ops import Linear, Ops
 from infinilora.engine.model.weights import MoeWeights
 from infinilora.protocol.adapter import Site
 
 
-def moe_block(layer: int, moe: MoeWeights, x: Tensor, ops: Ops, deltas: Deltas) -> Tensor:
+def moe_block(layer: int, moe: MoeWeights, x: Tensor, ops: Ops, deltas: Deltas) -> Turns[Tensor]:
     """y[t] = sum_k w[t, k] * expert[id[t, k]](x[t]) (+ sigmoid(g(x[t])) * shared(x[t])); x [T, h] -> [T, h]."""
-    routing = route(deltas.linear(layer, Site.ROUTER, x, moe.router), moe)
+    routing = route((yield from deltas.linear(layer, Site.ROUTER, x, moe.router)), moe)
     groups = ExpertGroups(routing.topk_ids, len(moe.experts))
     k = routing.topk_ids.shape[1]
 
     ticket = deltas.submit(layer, Site.MOE_GATE_UP, x, routing)
     gate_up = groups.apply([e.gate_up for e in moe.experts], x[groups.tokens]).view(x.shape[0], k, -1)
-    deltas.add(ticket, gate_up)
+    yield from deltas.add(layer, Site.MOE_GATE_UP, ticket, gate_up)
 
     act = ops.silu_mul(gate_up.flatten(0, 1))
     ticket = deltas.submit(layer, Site.MOE_DOWN, act.view(x.shape[0], k, -1), routing)
     down = groups.apply([e.down for e in moe.experts], act[groups.order]).view(x.shape[0], k, -1)
     y = torch.bmm(routing.topk_weights.to(x.dtype)[:, None], down)[:, 0]
-    deltas.add(ticket, y)
+    yield from deltas.add(layer, Site.MOE_DOWN, ticket, y)
 
     if moe.shared is not None and moe.shared_gate is not None:
-        shared = ops.silu_mul(deltas.linear(layer, Site.SHARED_GATE_UP, x, moe.shared.gate_up))
-        gate = deltas.linear(layer, Site.SHARED_GATE, x, moe.shared_gate)
-        y += torch.sigmoid(gate) * deltas.linear(layer, Site.SHARED_DOWN, shared, moe.shared.down)
+        shared = ops.silu_mul((yield from deltas.linear(layer, Site.SHARED_GATE_UP, x, moe.shared.gate_up)))
+        gate = yield from deltas.linear(layer, Site.SHARED_GATE, x, moe.shared_gate)
+        y += torch.sigmoid(gate) * (yield from deltas.linear(layer, Site.SHARED_DOWN, shared, moe.shared.down))
     return y
 
 

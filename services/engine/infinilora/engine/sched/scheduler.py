@@ -4,7 +4,7 @@
                ^                                     |
                +------------- preempted -------------+        last due first, recomputed later
 
-Each step has a token budget. Running sequences that miss one token go first, then the others, then waiting
+Each step has a token budget (budget.py). Running sequences that miss one token go first, then the others, then waiting
 ones; each in the order in which they are due (urgency.py), then of arrival. Three rules about waiting:
 
 1. A lease comes before blocks. A sequence whose adapter is not resident is passed over and delays nobody.
@@ -21,12 +21,13 @@ Pure: leases are asked through the `Leases` given, time and memory are nobody's 
 
 import itertools
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from infinilora.engine.sched.blocks import BlockPool, chain_next, chain_root
+from infinilora.engine.sched.budget import BudgetLimits, StepCost, step_budget
 from infinilora.engine.sequence import Phase, Sequence
 from infinilora.protocol.ids import Digest
 
@@ -56,13 +57,15 @@ class Leases(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Plain numbers that bound a step."""
+    """Plain numbers that bound a step. With `tpot_s`, its rows follow what that leaves room for: see budget.py."""
 
     max_running: int
     step_tokens: int
     max_bypass: int = 256
     max_parked: int = 4
     """Adapters that may have rows parked in the model at one time."""
+    tpot_s: float = 0.0
+    min_step_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._leases = leases
+        self._budget_limits = BudgetLimits(limits.step_tokens, limits.min_step_tokens, limits.tpot_s)
+        self._cost = StepCost()
         self._arrivals = itertools.count(1)
 
     def add(self, sequence: Sequence) -> None:
@@ -129,6 +134,11 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan, budget)
         return plan
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        if self.limits.tpot_s:
+            self._cost = self._cost.after(num_rows, seconds)
 
     def complete(self, rows: Rows) -> None:
         """These rows were computed: their full blocks can be found from now on. Call before appending a token."""
@@ -172,8 +182,8 @@ class Scheduler:
 
     def _continue_running(self, plan: Plan) -> int:
         """Give running sequences their missing tokens, those that miss one first. The budget left."""
-        budget = self.limits.step_tokens
-        for sequence in [*self._runnable(plan, decode=True), *self._runnable(plan, decode=False)]:
+        budget = self._budget()
+        for sequence in self._runnable(plan):
             if budget == 0:
                 break
             count = min(sequence.num_missing, budget)
@@ -182,19 +192,27 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _runnable(self, plan: Plan, *, decode: bool) -> Iterator[Sequence]:
-        """Running sequences with a ready lease, first due first. One whose lease is lost pauses and keeps its blocks.
+    def _budget(self) -> int:
+        if not self.limits.tpot_s:
+            return self.limits.step_tokens
+        missing = [s.num_missing for s in self.running]
+        decoding = missing.count(1)
+        missing += [s.num_missing for s in self.waiting]
+        return step_budget(self._budget_limits, self._cost, decoding=decoding, missing=sum(missing) - decoding)
 
-        Parked ones wait for their own pass.
+    def _runnable(self, plan: Plan) -> list[Sequence]:
+        """Running sequences with a ready lease: those that miss one token, then the others, each first due first.
+
+        One whose lease is lost pauses and keeps its blocks. Parked ones wait for their own pass.
         """
+        decoding, others = list[Sequence](), list[Sequence]()
         for sequence in sorted(self.running, key=_rank):
-            if (sequence.num_missing == 1) is not decode:
-                continue
             match self._state(sequence):
                 case LeaseState.READY if not sequence.is_parked:
-                    yield sequence
+                    (decoding if sequence.num_missing == 1 else others).append(sequence)
                 case LeaseState.FAILED:
                     plan.failed.append(sequence)
+        return decoding + others
 
     def _cover(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Blocks for `count` more tokens, at the expense of sequences that are due later if need be."""

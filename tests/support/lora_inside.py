@@ -1,0 +1,41 @@
+"""A LoRA server in the test's own process: door, pool and serving threads, and an engine's back-end linked to it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from infinilora.engine.lora.choose import Group
+from infinilora.engine.lora.grouplink import Identity as EngineIdentity
+from infinilora.engine.lora.remote import RemoteLora
+from infinilora.link.open import LinkSettings, Opener
+from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
+from infinilora.runtime import rpc
+from infinilora.runtime.rpc import Channels
+from infinilora.runtime.service import Service
+from infinilora.runtime.telemetry import Telemetry
+from support.every_site import BASE_ROWS, COUNTS, Case, is_idle
+from support.waiting import eventually
+
+
+@asynccontextmanager
+async def remote(case: Case, service: Service, backend: str) -> AsyncIterator[RemoteLora]:
+    """A LoRA server's door, pool and serving threads in this process, and an engine's back-end linked to it."""
+    directory = case.work if backend == "shm" else None
+    link = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192)
+    pool, opener = case.pool("remote"), Opener(link)
+    server = LoraServer(Identity("g", case.card.fingerprint), pool, opener, service, traces=Telemetry())
+    identity = EngineIdentity(
+        engine_id="e", incarnation="1", base=case.card.fingerprint, dtype="F32", max_rows=sum(COUNTS) + BASE_ROWS
+    )
+    async with rpc.serving("127.0.0.1:0", [(SERVICE, server)], grace_s=0.5) as listening, Channels() as channels:
+        lora = RemoteLora(case.card, identity, channels=channels, link=link, on_change=lambda: None)
+        running = service.spawn(lora.run(), "links")
+        lora.update_groups([Group(name="g", address=listening.address, incarnation="i")])
+        await eventually(lambda: lora.open_links == {"g": backend}, "the link is open")
+        yield lora
+        lora.close()
+        running.cancel()
+        await eventually(lambda: not server.open_links, "the server saw the end of the link")
+    opener.close()
+    await eventually(partial(is_idle, pool), "the pool is idle")
+    pool.close()
