@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinilora.coordinator.costs import Costs, square
+from infinilora.coordinator.costs import Costs
 from infinilora.coordinator.placement import Adapter, Group, Home, Table, by_group, copies_of, place
 from infinilora.protocol.ids import Digest, digest_of
 
@@ -210,7 +210,7 @@ def test_copies_are_counted() -> None:
     ("ratio", "wanted"), [(0, 0), (0.1, 0), (0.5, 0.25), (1, 1), (2, 4), (2.5, 6), (3, 9), (4, 16), (10, 64)]
 )
 def test_the_square_is_met_where_its_tangents_touch(ratio: float, wanted: float) -> None:
-    assert square(ratio) == pytest.approx(wanted)
+    assert Costs(wait_s=1.0).crowding(3 * ratio, 3.0) == pytest.approx(3 * wanted)
 
 
 def test_an_adapter_that_nobody_asks_for_leaves_for_nothing_unless_it_is_pinned() -> None:

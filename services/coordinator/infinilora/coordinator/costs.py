@@ -46,13 +46,12 @@ class Costs:
 
     def crowding(self, load: float, fair: float) -> float:
         """Of one group with `load` requests/s, where an even spread by speed would give it `fair`."""
-        return self.wait_s * fair * square(load / fair) if fair else 0.0
-
-
-def square(ratio: float) -> float:
-    """The square of `ratio` by its tangents in TOUCHES: exact there, a little less between, a line beyond."""
-    at = touch(ratio)
-    return at * (2 * ratio - at)
+        if not fair:
+            return 0.0
+        # The square of the ratio by its tangents: exact in TOUCHES, a little less between, a line beyond.
+        ratio = load / fair
+        at = touch(ratio)
+        return self.wait_s * fair * at * (2 * ratio - at)
 
 
 def touch(ratio: float) -> float:

@@ -79,7 +79,10 @@ class Draft:
         self.num_bytes = [adapter.num_bytes for adapter in adapters]
         self.rps = [adapter.rps for adapter in adapters]
         self.copies = [min(max(adapter.copies, 1), max(len(groups), 1)) for adapter in adapters]
-        self._missing = [a.rps * costs.missing_s(a.num_bytes) if a.rps else 0.0 for a in adapters]
+        missing_s = {size: costs.missing_s(size) for size in set(self.num_bytes)}
+        self._missing = [
+            rps * missing_s[size] if rps else 0.0 for rps, size in zip(self.rps, self.num_bytes, strict=True)
+        ]
         self._per_byte = [
             inf if a.is_pinned else missing / max(a.num_bytes, 1)
             for a, missing in zip(adapters, self._missing, strict=True)
@@ -87,6 +90,8 @@ class Draft:
         self._leaving = {a: self._leave(a) for a in homes}
         self.where: list[tuple[int, ...]] = [()] * len(adapters)
         self.capacity = [int(group.bytes_total * fill) for group in groups]
+        self.largest = max(self.capacity, default=-1)
+        self._room = [max(capacity, 1) for capacity in self.capacity]
         self.free = list(self.capacity)
         self.load = [0.0] * len(groups)
         total_rps, total_speed = sum(self.rps), sum(group.speed for group in groups)
@@ -113,6 +118,26 @@ class Draft:
         if group in where or len(where) >= self.copies[a]:
             return False
         return self._on_host.get((a, self._host[group]), 0) < -(-self.copies[a] // self._num_hosts)
+
+    def lay(self, a: int, group: int) -> None:
+        """Its first copy, in a group that has room; never to be undone. The caller ends with `crowd`."""
+        self.free[group] -= self.num_bytes[a]
+        self.where[a] = (group,)
+        insort(self.by_worth[group], (self.worth(a, 1), a))
+        if self.copies[a] > 1:
+            self._on_host[a, self._host[group]] = 1
+        if self.adapters[a].is_pinned:
+            self.homeless_pins -= 1
+        if a in self._leaving and group in self.homes[a]:
+            self.cost -= self._leaving[a]
+        if self.rps[a]:
+            self.cost += self._lacking(a, 1) - self._missing[a]
+            self.load[group] += self.rps[a]
+
+    def crowd(self) -> None:
+        """Price all that `lay` has put into the groups."""
+        for group in range(len(self.load)):
+            self._price(group)
 
     def put(self, a: int, group: int) -> None:
         """One copy more. The caller has asked `can_hold`."""
@@ -159,7 +184,7 @@ class Draft:
 
     def occupation(self, group: int, more_rps: float = 0.0, more_bytes: int = 0) -> float:
         """How busy and how full: a new copy goes where this is least."""
-        full = 1 - (self.free[group] - more_bytes) / max(self.capacity[group], 1)
+        full = 1 - (self.free[group] - more_bytes) / self._room[group]
         return self.busyness(group, more_rps) + BYTES_WEIGH * full
 
     def occupation_with(self, group: int, a: int) -> float:
@@ -190,9 +215,13 @@ class Draft:
                 self.load[other] += has - had
             else:
                 self.load[other] += has if is_more else -had
-            crowding = self.costs.crowding(self.load[other], self.fair[other])
-            self.cost += crowding - self._crowding[other]
-            self._crowding[other] = crowding
+            self._price(other)
+
+    def _price(self, group: int) -> None:
+        """Have `cost` know how crowded a group is now."""
+        crowding = self.costs.crowding(self.load[group], self.fair[group])
+        self.cost += crowding - self._crowding[group]
+        self._crowding[group] = crowding
 
     def _rank(self, a: int, group: int, before: tuple[int, ...], *, is_more: bool) -> None:
         """Keep `by_worth`: what one copy is worth depends on how many there are."""

@@ -12,8 +12,9 @@ LIGHT = 0.005
 
 def lacking(draft: Draft, among: Iterable[int] | None = None) -> list[int]:
     """One entry for each copy that is not there: the pinned by size, largest first; then by worth per byte."""
-    found = []
-    for a in range(len(draft.adapters)) if among is None else among:
+    found, everybody = [], range(len(draft.adapters))
+    short = (a for a, held, copies in zip(everybody, draft.where, draft.copies, strict=True) if len(held) < copies)
+    for a in short if among is None else among:
         for placed in range(len(draft.where[a]) + 1, draft.copies[a] + 1):
             worth = draft.worth(a, placed)
             found.append((-worth, -draft.num_bytes[a] if worth == inf else 0, a))
@@ -59,14 +60,16 @@ class _Places:
     def best(self, a: int, least: int) -> int | None:
         """Where a copy of adapter a makes the least occupied. Groups without room for `least` bytes are forgotten."""
         draft, heap, seen = self._draft, self._heap, []
+        size, share = draft.num_bytes[a], draft.rps[a] / (len(draft.where[a]) + 1)
+        is_first = not draft.where[a]
         best: tuple[float, int] | None = None
         while heap and (best is None or heap[0] < best):
             occupation, group = entry = heappop(heap)
             if occupation != self._now[group] or draft.free[group] < least:
                 continue
             seen.append(entry)
-            if draft.can_hold(group, a):
-                after = (draft.occupation_with(group, a), group)
+            if size <= draft.free[group] and (is_first or draft.may_hold(group, a)):
+                after = (draft.occupation(group, share, size), group)
                 best = after if best is None else min(best, after)
                 if after[0] - occupation < LIGHT:
                     break

@@ -6,6 +6,7 @@ cheaper (search.py) as long as a change pays for itself (costs.py). One base at 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from infinilora.coordinator.costs import Costs
@@ -53,7 +54,7 @@ def place(
     for group in ready:
         if not group.speed > 0:
             raise ValueError(f"group {group.id}: found speed {group.speed}; wanted one above 0")
-    ranked = sorted(adapters, key=lambda adapter: adapter.digest)
+    ranked = sorted(adapters, key=attrgetter("digest"))
     homes = _homes(ready, ranked, current)
     draft = Draft(ready, ranked, homes, costs or Costs(), fill=fill)
     _settle(draft)
@@ -62,7 +63,12 @@ def place(
         fresh = Draft(ready, ranked, homes, draft.costs, fill=fill)
         improve(fresh, TRIES)  # pins first, into empty groups, largest first
         draft = min(draft, fresh, key=lambda d: (d.homeless_pins, d.cost))
-    return {adapter.digest: _home(draft, ready, a) for a, adapter in enumerate(ranked)}
+    kept = [Home((group.id,), "kept") for group in ready]  # shared: most adapters are where they were, once
+    homes_now = zip(ranked, draft.where, strict=True)
+    return {
+        adapter.digest: kept[now[0]] if len(now) == 1 and homes.get(a) == now else _home(draft, ready, a)
+        for a, (adapter, now) in enumerate(homes_now)
+    }
 
 
 def by_group(plan: Plan, groups: Iterable[Group]) -> Table:
@@ -91,8 +97,9 @@ def _homes(
     found: dict[int, list[int]] = defaultdict(list)
     for g, group in enumerate(groups):
         for digest in set(current.get(group.id, ())):
-            if digest in number:
-                found[number[digest]].append(g)
+            a = number.get(digest)
+            if a is not None:
+                found[a].append(g)
     return {a: tuple(held) for a, held in sorted(found.items())}
 
 
@@ -102,20 +109,26 @@ def _settle(draft: Draft) -> None:
     Of too many copies those in the busiest groups go.
     """
     homes, copies = draft.homes, draft.copies
-    order = sorted((len(held) > copies[a], -draft.worth(a, 1), a) for a, held in homes.items())
-    for *_, a in order:
+    order = sorted(homes, key=lambda a: -draft.worth(a, 1))  # stable: of equal worth by number
+    order.sort(key=lambda a: len(homes[a]) > copies[a])
+    for a in order:
         held = homes[a]
-        for group in held if len(held) == 1 else sorted(held, key=lambda g: (draft.busyness(g), g)):
+        if len(held) == 1:
+            if draft.num_bytes[a] <= draft.free[held[0]]:
+                draft.lay(a, held[0])
+            continue
+        for group in sorted(held, key=lambda g: (draft.busyness(g), g)):
             if len(draft.where[a]) < copies[a] and draft.can_hold(group, a):
                 draft.put(a, group)
+    draft.crowd()
 
 
 def _home(draft: Draft, groups: Sequence[Group], a: int) -> Home:
     before, now = draft.homes.get(a, ()), draft.where[a]
     if not now:
-        fits = max(draft.capacity, default=-1) >= draft.num_bytes[a]
+        fits = draft.num_bytes[a] <= draft.largest
         return Home((), "no room" if fits else "outsize" if groups else "no group")
-    ordered = sorted(now, key=lambda g: (g not in before, draft.busyness(g), g)) if len(now) > 1 else now
+    ordered = sorted(now, key=lambda g: (g not in before, draft.busyness(g), g))
     return Home(tuple(groups[g].id for g in ordered), _reason(set(before), set(now)))
 
 
