@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinilora.protocol.adapter import BaseCard
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest
 from infinilora.weights.packed import packed_ranges, part_arrays, read_header, verify
 from infinilora.weights.peft import TENSORS_FILE
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_tensors
 from infinilora.weights.tensorfile import open_tensors
 

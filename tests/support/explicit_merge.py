@@ -161,6 +161,8 @@ class _Reader:
             if name.endswith(EMBEDDING):
                 raise NoMeaning("PEFT has no lora_bias for embeddings")
             rows = self._rows(self._card_name(name))
+            if len(rows) > 1 and not self._is_covered(name):
+                raise NoMeaning(f"{name} is no target, and has one bias")
             if bias.shape != (sum(self._base[row].out_dim for row in rows),):
                 raise NoMeaning(f"the bias of {name} is {bias.shape}")
             for row, part in self._cut(rows, scale_of(self._config, name) * bias):
@@ -208,22 +210,33 @@ class _Reader:
             targets_parameter(self._config, name) for name in parameters
         )
 
-    def _demand_cover(self, name: str) -> None:
-        if not (
+    def _is_covered(self, name: str) -> bool:
+        return (
             targets_module(self._config, name)
             or targets_module(self._config, name, old_peft=True)
             or targets_parameter(self._config, name)
-        ):
+        )
+
+    def _rule_names(self, name: str, parts: Sequence[str]) -> list[str]:
+        """What the config knows each part by: the module's name, or where it has only the parts', theirs."""
+        if self._is_covered(name):
+            return [name] * len(parts)
+        keys = [f"{part}.weight" if targets_parameter(self._config, f"{part}.weight") else part for part in parts]
+        if not all(map(self._is_covered, keys)):
             raise NoMeaning(f"{name} is in the file and no rule of the config adapts it")
+        return keys
 
     def _plain(self, name: str, module: str, a: Array, b: Array) -> Iterator[tuple[str, Array]]:
         rows = self._rows(module)
         by_parameter = targets_parameter(self._config, f"{name}.weight")
-        key = f"{name}.weight" if by_parameter else name
-        self._demand_cover(key)
-        rank, in_dim = rank_of(self._config, key), self._base[rows[0]].in_dim
-        _demand_shapes(name, a, b, (rank, in_dim), (sum(self._base[r].out_dim for r in rows), rank))
-        yield from self._cut(rows, scale_of(self._config, key) * (b @ a))
+        holder = name.rpartition(".")[0]
+        parts = [f"{holder}.{row.rpartition('.')[2]}" for row in rows] if len(rows) > 1 else [name]
+        keys = self._rule_names(f"{name}.weight" if by_parameter else name, parts)
+        in_dim, out_dim = self._base[rows[0]].in_dim, sum(self._base[row].out_dim for row in rows)
+        for (row, part), key in zip(self._cut(rows, b @ a), keys, strict=True):
+            rank = rank_of(self._config, key)
+            _demand_shapes(name, a, b, (rank, in_dim), (out_dim, rank))
+            yield row, scale_of(self._config, key) * part
 
     def _rows(self, module: str) -> list[str]:
         """The matrices of the base that this module's output rows are, in order."""
@@ -251,8 +264,6 @@ class _Reader:
     def _stacked(self, name: str, experts: str, leaf: str, a: Array, b: Array) -> Iterator[tuple[str, Array]]:
         """A [experts or 1, rank, in], B [experts or 1, out, rank]; 1: one matrix for all experts."""
         number = self._num_experts(experts)
-        self._demand_cover(name)
-        rank, scale = rank_of(self._config, name), scale_of(self._config, name)
         if self._config.get("lora_bias"):
             raise NoMeaning("PEFT has no lora_bias for parameters")
         if a.ndim != 3 or b.ndim != 3 or not {a.shape[0], b.shape[0]} <= {1, number}:
@@ -261,8 +272,12 @@ class _Reader:
             rows = self._rows(f"{experts}.{expert}.{leaf}")
             one_a, one_b = a[expert % a.shape[0]], b[expert % b.shape[0]]
             out_dim = sum(self._base[row].out_dim for row in rows)
-            _demand_shapes(name, one_a, one_b, (rank, self._base[rows[0]].in_dim), (out_dim, rank))
-            yield from self._cut(rows, scale * (one_b @ one_a))
+            parts = [f"{experts}.{expert}.{row.rpartition('.')[2]}" for row in rows]
+            keys = self._rule_names(name, parts)
+            for (row, part), key in zip(self._cut(rows, one_b @ one_a), keys, strict=True):
+                rank = rank_of(self._config, key)
+                _demand_shapes(name, one_a, one_b, (rank, self._base[rows[0]].in_dim), (out_dim, rank))
+                yield row, scale_of(self._config, key) * part
 
     def _fused(self, name: str, module: str, a: Array, b: Array) -> _Fused:
         """Which parameter a pair at the experts' own name belongs to: PEFT nests one wrapper for each parameter."""

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import run
 from infinilora.weights.peft import TENSORS_FILE
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from infinilora.protocol.adapter import BaseCard, Manifest, SiteEntry, manifest_digest
 from infinilora.protocol.errors import AdapterInvalid, Internal
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.exports import MLX_TENSORS_FILE
 from infinilora.weights.facts import Facts, FactsWanted
 from infinilora.weights.factsfile import AnswerHead, Question, answer_bytes
@@ -24,7 +25,6 @@ from infinilora.weights.packed import packed_ranges, part_arrays, part_biases, p
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.plan import AdapterPlan, Dora, Factor, PartPlan
 from infinilora.weights.reference import EXACT, Retest, decode_reference, reference_file
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import self_test
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, TensorFile, open_tensors

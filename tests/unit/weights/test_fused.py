@@ -9,9 +9,9 @@ import pytest
 
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest, run
 from infinilora.weights.peft import TENSORS_FILE
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors
 from support.cards import make_card, tiny_cards

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import open_tensors
 from support.cards import tiny_cards

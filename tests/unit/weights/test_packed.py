@@ -16,10 +16,10 @@ from safetensors import safe_open
 from infinilora.protocol.adapter import BLOCK_ALIGN, BaseCard, Site, block_spans, manifest_digest
 from infinilora.protocol.errors import AdapterFailed, AdapterInvalid
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest, run
 from infinilora.weights.packed import PackedHeader, packed_ranges, read_header, verify, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import open_tensors
 from support.cards import make_card, tiny_cards

@@ -11,9 +11,9 @@ import pytest
 
 from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors
 from support.cards import make_card, tiny_cards

@@ -17,12 +17,12 @@ import pytest
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import AdapterFailed, AdapterInvalid, Internal
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest
 from infinilora.weights.packed import packed_ranges, read_header, write_packed
 from infinilora.weights.peft import TENSORS_FILE, read_adapter
 from infinilora.weights.plan import AdapterPlan, PartPlan, SitePlan
 from infinilora.weights.reference import EXACT
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import self_test
 from infinilora.weights.synth import write_peft_adapter, write_tensors
 from infinilora.weights.tensorfile import Array, open_tensors

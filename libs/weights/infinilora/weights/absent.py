@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartGeometry, Site, SiteGeometry
 from infinilora.protocol.ingest import PlanRow
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.names import FileNames, parameters_of
 from infinilora.weights.refuse import invalid, listed
-from infinilora.weights.rules import CONFIG_FILE, LoraRules
+from infinilora.weights.rules import LoraRules
 
 OUTER_SITES = frozenset({Site.EMBED, Site.LM_HEAD})
 _EXPERT = "{expert}"

@@ -14,6 +14,7 @@ import numpy as np
 from infinilora.protocol.adapter import AdapterWarning, BaseCard, PartEntry, PartGeometry, Site, SiteGeometry
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.weights.absent import Expected, refuse_empty_layers, warning_of
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.copies import without_copies
 from infinilora.weights.dora import dora_parts
 from infinilora.weights.facts import Facts
@@ -25,7 +26,6 @@ from infinilora.weights.places import Found, PartKey, Places, Scaled
 from infinilora.weights.plan import AdapterPlan, Bias, Dora, Pair, PartPlan, SitePlan, packed_bt
 from infinilora.weights.refuse import invalid
 from infinilora.weights.replaced import Replaced
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.spelling import OneSpelling
 from infinilora.weights.tensorfile import NUMPY_DTYPES, Array, TensorFile, all_finite
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, PartGeometry, Site
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.facts import Facts, Norms
 from infinilora.weights.keys import Halves
 from infinilora.weights.plan import ALL, Cut, Dora
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import Array, TensorFile
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
+from infinilora.weights.config import CONFIG_FILE, LoraConfig
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE, LoraConfig, LoraRules, checked_rules
+from infinilora.weights.rules import LoraRules, checked_rules
 
 MLX_TENSORS_FILE = "adapters.safetensors"
 _PARAMETERS = "lora_parameters"

@@ -28,13 +28,13 @@ from infinilora.protocol.errors import InfiniLoraError, Internal, SourceNotFound
 from infinilora.protocol.ids import Digest
 from infinilora.protocol.ingest import ASKS_STATUS, MAX_RANK, FactsNeeded, IngestReport
 from infinilora.weights.check import plan_adapter
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.facts import Facts, FactsWanted
 from infinilora.weights.factsfile import write_request
 from infinilora.weights.packed import write_packed
 from infinilora.weights.peft import read_adapter
 from infinilora.weights.reference import EXACT, NARROWED, PartReference, Reference, parts_of, reference_file
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.selftest import SelfTest, self_test
 from infinilora.weights.unpack import INITIAL_DIRS, KEPT, FileLimits, unpack
 

@@ -14,9 +14,10 @@ import msgspec
 
 from infinilora.protocol.errors import AdapterInvalid, SourceNotFound
 from infinilora.weights import pissa
+from infinilora.weights.config import CONFIG_FILE, refuse_drafters
 from infinilora.weights.exports import MLX_TENSORS_FILE, is_mlx, mlx_rules
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE, LoraRules, refuse_drafters, rules_of
+from infinilora.weights.rules import LoraRules, rules_of
 from infinilora.weights.tensorfile import TensorFile, open_tensors
 
 TENSORS_FILE = "adapter_model.safetensors"

@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import AdapterInvalid
+from infinilora.weights.config import CONFIG_FILE, LoraConfig
 from infinilora.weights.names import EMBED, HEAD
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE, LoraConfig, LoraRules, checked_rules
+from infinilora.weights.rules import LoraRules, checked_rules
 from infinilora.weights.tensorfile import Array, TensorFile, TensorInfo, open_tensors
 from infinilora.weights.unpack import INITIAL_DIRS
 

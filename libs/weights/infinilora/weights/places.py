@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.weights.absent import OUTER_SITES
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.dora import Magnitude, check_magnitude
 from infinilora.weights.fused import OneGeneration, container_of, establish
 from infinilora.weights.joined import Joined, join_of
@@ -18,7 +19,7 @@ from infinilora.weights.names import FileNames, ModuleIndex, Place, canonical
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.plan import ALL, Bias, Pair
 from infinilora.weights.refuse import invalid, listed
-from infinilora.weights.rules import CONFIG_FILE, Terms
+from infinilora.weights.rules import Terms
 from infinilora.weights.spelling import OneSpelling
 from infinilora.weights.stacked import Stacked, stack_of
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site
+from infinilora.weights.config import CONFIG_FILE, LoraConfig
 from infinilora.weights.copies import is_table
 from infinilora.weights.facts import Facts
 from infinilora.weights.factsfile import MAX_ROWS
@@ -27,7 +28,6 @@ from infinilora.weights.names import EMBED, HEAD, canonical
 from infinilora.weights.peft import PeftAdapter
 from infinilora.weights.plan import Pair
 from infinilora.weights.refuse import invalid
-from infinilora.weights.rules import CONFIG_FILE, LoraConfig
 from infinilora.weights.spelling import OneSpelling, plain_module
 from infinilora.weights.tensorfile import Array, TensorFile
 

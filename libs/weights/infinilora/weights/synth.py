@@ -14,9 +14,9 @@ import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import InvalidRequest
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.names import PREFIX
 from infinilora.weights.peft import TENSORS_FILE
-from infinilora.weights.rules import CONFIG_FILE
 from infinilora.weights.tensorfile import LENGTH_BYTES, NUMPY_DTYPES, Array
 
 

@@ -79,7 +79,7 @@ def fingerprint(spec: ModelSpec, source: TensorSource) -> Fingerprint:
 def tensor_sums(spec: ModelSpec, source: TensorSource) -> dict[str, Sum]:
     """Of every tensor of the model, by its name in a checkpoint that has experts one by one."""
     names = sorted(tensor_shapes(spec))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="hash-weights") as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="hash-weights") as pool:
         return dict(zip(names, pool.map(lambda name: _sum(source.get(name)), names), strict=True))
 
 
