@@ -15,7 +15,7 @@ from support.cases import Oracle, make_base
 from support.procs import TlsWeedServer, WeedServer
 from support.s3_proxy import S3Proxy
 from support.stacks import StackFactory
-from support.worlds import SMALL_CACHE_BYTES, World
+from support.worlds import SMALL_CACHE_BYTES, SMALL_HOST_BYTES, World
 
 ENV: dict[str, dict[str, str]] = {
     "L": {"INFINILORA_MODEL_ALIASES": "base-v1=tiny,elsewhere=another-base"},
@@ -23,8 +23,10 @@ ENV: dict[str, dict[str, str]] = {
     "L/two-slots": {
         "INFINILORA_NUM_SLOTS": "2",
         "INFINILORA_CACHE_BYTES": str(SMALL_CACHE_BYTES),
+        "INFINILORA_HOST_BYTES": str(SMALL_HOST_BYTES),
         "INFINILORA_DELETE_GRACE_S": "0.2",
     },
+    "Q2/2x2": {"INFINILORA_NUM_SLOTS": "1", "INFINILORA_HOST_BYTES": str(256 << 10)},
     "L/lives": {},
     "L/engines": {},
     "L/bf16": {},

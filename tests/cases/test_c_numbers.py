@@ -16,8 +16,17 @@ RANKS = (1, 2, 3, 4, 5, 8, 12, 17, 32, 33, 64)
 
 @on("L/one-slot")
 async def test_c05_evicted_and_back_again(world: World) -> None:
-    packed = modules("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    targets = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    await evicted_and_back(world, modules("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+
+
+@on("Q2/2x2")
+async def test_c05_evicted_from_every_shard_and_back_again(world: World) -> None:
+    await evicted_and_back(world, [*modules("q_proj", "k_proj", "v_proj"), *experts("gate_proj", "up_proj")])
+
+
+async def evicted_and_back(world: World, packed: list[str]) -> None:
+    """Where there is one slot: ten rounds of A, each after another adapter, give ten times the same."""
+    targets = sorted({module.rpartition(".")[2] for module in packed})
     made = {name: world.oracle.loras(packed, seed=seed) for seed, name in enumerate(("a", "b", "c"))}
     changes = {name: world.oracle.merge(loras, 2.0) for name, loras in made.items()}
     for name, loras in made.items():

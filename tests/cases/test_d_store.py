@@ -3,6 +3,7 @@
 import asyncio
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,9 +167,13 @@ async def test_d28_cached_files_that_vanish(world: World) -> None:
         await world.serves(name, changes)
 
 
+SOAK_D29 = pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize("adapters", [16, SOAK_D29])
 @on("L/two-slots")
-async def test_d29_a_disk_cache_stays_within_its_bytes(world: World) -> None:
-    made = await registered(world, "d29", 16)
+async def test_d29_a_disk_cache_stays_within_its_bytes(world: World, adapters: int) -> None:
+    made = await registered(world, f"d29-{adapters}", adapters)
     for name, changes in made.items():
         await world.serves(name, changes)
         assert cached_bytes(world) <= SMALL_CACHE_BYTES
@@ -336,7 +341,24 @@ async def test_d15_what_a_store_says_is_told_in_our_words(world: World) -> None:
         assert error["code"] == "store_refused"
         assert not [word for word in secrets if word in error["message"]], error["message"]
         world.proxy._faults.clear()
+    await wrong_keys_are_refused(world, body, secrets)
     await world.refused_as({"name": "d15-none", "source": f"{uri}-none"}, "adapter_config.json", status=[404])
     before = len(world.proxy.seen)
     await world.exact_from(uri, changes, name="d15")
     assert not [seen.path for seen in world.proxy.seen[before:] if "list-type" in seen.path], "a list was asked for"
+
+
+async def wrong_keys_are_refused(world: World, body: dict[str, str], secrets: Sequence[str]) -> None:
+    """Gateways whose keys the store itself does not take: not their tenants' fault, and told by no word of it."""
+    shared = world.factory.stack._started().shared
+    for number, env in enumerate(
+        ({"INFINILORA_S3_SECRET_KEY": "not the secret"}, {"INFINILORA_S3_ACCESS_KEY": "nobody"})
+    ):
+        other = await world.factory.another_gateway(f"gateway-d15-{number}", env, until="/healthz")
+        async with asyncio.timeout(30):
+            while (answer := await other.http.post("/v1/adapters", json=body)).json()["error"]["code"] == "unavailable":
+                await asyncio.sleep(0.1)  # it has not heard an engine, or not read the registry yet
+        error = error_of(answer, [502, 503])
+        assert error["code"] == "store_refused"
+        words = (*secrets, shared["INFINILORA_S3_SECRET_KEY"], *env.values())
+        assert not [word for word in words if word in error["message"]], error["message"]

@@ -24,6 +24,8 @@ NUM_TOKENS = 16
 GOOD = "good"
 SMALL_CACHE_BYTES = 40_000
 """Room for about ten of the standard adapters on the LoRA server's disk."""
+SMALL_HOST_BYTES = 16_000
+"""Room for about four of them in its memory."""
 
 
 def on(name: str) -> pytest.MarkDecorator:

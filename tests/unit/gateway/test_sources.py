@@ -266,3 +266,11 @@ def test_a_directory_without_an_adapter_is_not_found(world: World, name: str) ->
     (world.root / "roots" / "a" / "run1" / "adapter_config.json").write_bytes(b"{}")
     with pytest.raises(SourceNotFound, match="found none; wanted it there"):
         world.fetch(f"file://{world.root}/roots/{name}")
+
+
+def test_a_name_that_no_file_system_takes_and_links_in_a_circle_are_no_adapter(world: World) -> None:
+    (world.root / "roots").mkdir(exist_ok=True)
+    (world.root / "roots" / "circle").symlink_to(world.root / "roots" / "circle")
+    for name in ("n" * 300, "circle", "circle/x"):
+        with pytest.raises((SourceNotFound, InvalidRequest)):
+            world.fetch(f"file://{world.root}/roots/{name}")

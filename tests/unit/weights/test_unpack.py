@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typing_extensions import override
 
 from infinilora.protocol.errors import AdapterInvalid, InvalidRequest, SourceNotFound, TooLarge
 from infinilora.weights.tensorfile import open_tensors
@@ -334,3 +335,26 @@ def test_entries_of_a_zip_that_lie_over_one_another_are_counted_each(tmp_path: P
     with pytest.raises((TooLarge, InvalidRequest)):
         unpack_file(io.BytesIO(raw[:start] + entries + bytes(tail)), tmp_path, FileLimits())
     assert bytes_on_disk(tmp_path) == 0
+
+
+def test_headers_without_end_are_read_no_further_than_files_may_be(tmp_path: Path) -> None:
+    """Global pax headers, one after another: no entry ever comes, and nothing is spent."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XGLTYPE, 512 << 10
+    header = info.tobuf() + b"524288 a=" + b"x" * (info.size - 10) + b"\n"
+
+    class Endless(io.BytesIO):
+        """So much of it as is asked for."""
+
+        num_bytes = 0
+
+        @override
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            self.num_bytes += len(data)
+            return data
+
+    archive = Endless(header * 60)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        unpack_file(archive, tmp_path, LIMITS)
+    assert archive.num_bytes < 20 << 20

@@ -44,7 +44,7 @@ MAX_RATIO = 100
 """How many times its own bytes an archive may hold: weights hardly shrink, unless a B is all zero."""
 MIN_UNPACKED_BYTES = 64 << 20
 """What any archive may hold, however small it is."""
-_TABLES_BYTES = 64 << 20
+_TABLES_BYTES = 16 << 20
 """What the headers of a tar may take beside its files."""
 _LONGEST_MAGIC = 262
 _UNREADABLE = (
@@ -315,9 +315,17 @@ class _Forward(_Bounded):
         self._end = end
 
     @override
+    def read(self, size: int = -1, /) -> bytes:
+        self._check(self.tell())
+        return super().read(size)
+
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         if whence != io.SEEK_SET or offset < self._file.tell():
             raise tarfile.ReadError("an entry that leads backwards")
-        if offset > self._end:
-            raise tarfile.ReadError("headers that lead further than its files")
+        self._check(offset)
         return super().seek(offset)
+
+    def _check(self, offset: int) -> None:
+        if offset > self._end:
+            raise ValueError("headers that lead further than its files")

@@ -64,17 +64,20 @@ class Sources:
         directory = self._inside(Path(path) if "\0" not in path else None)
         wanted = (CONFIG_FILE, MODEL_CONFIG_FILE, *WEIGHT_FILES, PICKLE_FILE)
         # A link among the files may lead elsewhere; a hub cache links within its own root.
-        files = {name: self._inside(directory / name) for name in wanted if (directory / name).is_file()}
+        files = {name: self._inside(directory / name) for name in wanted if _is_file(directory / name)}
         if not files.keys() & {CONFIG_FILE, MODEL_CONFIG_FILE}:
             raise _no_adapter()
-        files |= {name: self._inside(directory / name) for name in _initial_names() if (directory / name).is_file()}
+        files |= {name: self._inside(directory / name) for name in _initial_names() if _is_file(directory / name)}
         self._check_bytes(sum(file.stat().st_size for file in files.values()))
         for name, file in files.items():
             (scratch / name).parent.mkdir(exist_ok=True)
             (scratch / name).symlink_to(file)
 
     def _inside(self, path: Path | None) -> Path:
-        resolved = path.resolve() if path else None
+        try:
+            resolved = path.resolve() if path else None
+        except (OSError, RuntimeError):  # links that lead round in a circle
+            resolved = None
         if resolved is None or not any(resolved.is_relative_to(root) for root in self._roots):
             raise InvalidRequest(
                 "the source is outside the directories this gateway may read (INFINILORA_ADAPTER_ROOTS)",
@@ -203,6 +206,14 @@ def _meet_beside(blobs: BlobStore, prefix: str, name: str) -> _File | None:
         return _meet(blobs, prefix, name)
     except StoreRefused:
         return None
+
+
+def _is_file(path: Path) -> bool:
+    """Also of names that no file system takes, and below directories that do not let us in: nothing is there."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _no_adapter() -> SourceNotFound:
