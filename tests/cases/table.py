@@ -86,12 +86,16 @@ CASES = {
     "D15": Case("S3 errors as API errors", "holds"),
     "D16": Case("restarts forget nothing", "holds"),
     "D17": Case("some engines stall, come, go", "holds"),
+    "D19": Case("created, deleted and created again; many at once", "holds"),
     "D23": Case("healthy but dead", "holds"),
     "D24": Case("rolling restart: engines", "holds"),
+    "D25": Case("the bus is away and back", "holds"),
+    "D26": Case("the registry does not answer, and does again", "holds"),
     "D28": Case("cached files that vanish", "holds"),
     "D29": Case("the disk cache stays within its bytes", "holds"),
     "D30": Case("no reads once it is resident", "holds"),
     "D31": Case("two versions at once", "exact"),
+    "D32": Case("names that do not exist cost nothing", "holds"),
     "D33": Case("an adapter goes back to where it was warm", "holds"),
 }
 

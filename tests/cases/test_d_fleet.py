@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -60,14 +61,14 @@ async def test_d17_a_new_adapter_is_right_on_every_engine_that_is_asked(running:
             await asyncio.gather(*(running.serves("d17", changes) for _ in range(4)))
 
     pid = send(running, "engine.1", signal.SIGSTOP)  # it loads nothing and says nothing
-    await ask(20)
+    await ask(16)
     os.killpg(pid, signal.SIGCONT)
     await engines(running, 2)
-    await ask(20)
+    await ask(16)
     async with running.factory.another_engine("engine-new"):
-        await ask(20)
+        await ask(16)
         send(running, "engine", signal.SIGKILL)
-        await ask(20)
+        await ask(16)
     await engines(running, 2)
 
 
@@ -122,3 +123,69 @@ async def test_d23_healthy_but_dead(running: World) -> None:
                     await running.serves("tiny")
                     break
                 await asyncio.sleep(0.2)
+
+
+@on("L/engines")
+async def test_d19_created_deleted_and_created_again_and_many_at_once(running: World) -> None:
+    for number in range(6):
+        changes = await made(running, "d19", 190 + number % 2)
+        await running.serves("d19", changes)
+        assert (await running.api.http.delete("/v1/adapters/d19")).status_code == 200
+    many = {f"d19-{number}": number for number in range(16)}
+    together = await asyncio.gather(*(made(running, name, 195 + number) for name, number in many.items()))
+    await asyncio.gather(*(running.serves(name, wanted) for name, wanted in zip(many, together, strict=True)))
+
+
+@on("L/engines")
+async def test_d25_the_bus_is_away_and_back(running: World) -> None:
+    changes = await made(running, "d25", 250)
+    await running.serves("d25", changes)
+    others = {name: pid for name, pid in running.factory.stack.pids().items() if name != "nats"}
+    outage = asyncio.create_task(running.factory.stack.outage("nats", for_s=5))
+    while not outage.done():
+        await running.serves("d25", changes)
+    late = await made(running, "d25-late", 251)
+    await running.serves("d25-late", late)
+    assert {name: pid for name, pid in running.factory.stack.pids().items() if name != "nats"} == others
+
+
+@on("L/engines")
+async def test_d26_the_registry_does_not_answer_and_does_again(running: World) -> None:
+    changes = await made(running, "d26", 260)
+    await running.serves("d26", changes)
+    pid = send(running, "redis", signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            await running.serves("d26", changes)
+            started = time.monotonic()
+            answer = await running.api.http.post("/v1/adapters/d26/pin", json={"pinned": True})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+            assert time.monotonic() - started < 5
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+    late = await made(running, "d26-late", 261)
+    await asyncio.gather(running.serves("d26", changes), running.serves("d26-late", late))
+
+
+@on("L/engines")
+async def test_d32_names_that_do_not_exist_cost_nothing(running: World) -> None:
+    gateway = running.factory.stack.pid("gateway")
+
+    def resident_kib() -> int:
+        status = Path(f"/proc/{gateway}/status").read_text().splitlines()
+        return int(dict(line.split(":", 1) for line in status)["VmRSS"].split()[0])
+
+    async def ask(first: int) -> None:
+        for number in range(first, 1500, 20):
+            body = {"model": f"nobody-{number}", "prompt": PROMPT, "max_tokens": 1}
+            answer = await running.api.http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+
+    await asyncio.gather(*(ask(first) for first in range(20)))
+    before = resident_kib()
+    await asyncio.gather(*(ask(first) for first in range(20)))
+    assert resident_kib() <= before * 1.02
+    metrics = (await running.api.http.get("/metrics")).text
+    assert "nobody" not in metrics
+    changes = await made(running, "nobody-7", 327)
+    await running.serves("nobody-7", changes)

@@ -257,7 +257,10 @@ async def test_adapters_equal_the_oracle_beside_base_rows(
         if path is not None:
             assert world.oracle.effect(prompt, path) > 0.3
             assert world.error(prompt, answer, None) > 100 * TOLERANCE
-    await world.load_that(lambda _, load: load.running == 0 and not load.digests)
+    beat = await world.load_that(lambda _, load: load.running == 0 and not load.digests)
+    assert isinstance(beat.load, EngineLoad)
+    if not settings.get("HYBRID_BYTES"):  # what is in a pool of the engine's own stays there, and is told
+        assert set(beat.load.resident) == ({digest for _, digest in adapters} if mode == "local" else set())
 
 
 async def test_an_unknown_digest_fails_and_the_next_request_does_not(make_world: MakeWorld, channels: Channels) -> None:

@@ -4,20 +4,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from infinilora.gateway.fleet import Engine, Fleet
-from infinilora.protocol.control import Beat, ProcessState
+from infinilora.protocol.control import Beat, EngineLoad, ProcessState
 from infinilora.protocol.errors import InfiniLoraError, Unavailable
 from infinilora.protocol.generate_pb2 import DESCRIPTOR, GenerateRequest, HealthReply, HealthRequest
-from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.membership import Health, Member
 from infinilora.runtime.rpc import Call, Channels, Unreachable, serving
 from support.procs import free_port
 from support.waiting import eventually
 
 BASE = Fingerprint("sha256:b")
+A = digest_of(b"a")
 NOBODY = Engine("e/1", "e", "127.0.0.1:1")
 
 
@@ -74,6 +77,16 @@ async def test_an_engine_that_is_not_ready_or_is_dead_is_not_picked(state: Proce
         for unfit in (member(NOBODY, state=state), member(NOBODY, health="dead")):
             assert Fleet(lambda unfit=unfit: [unfit], channels).pick(BASE, None) is None  # type: ignore[misc]  # bound now
         assert Fleet(lambda: [member(NOBODY, health="suspect")], channels).pick(BASE, None) == NOBODY
+
+
+@pytest.mark.parametrize("load", [EngineLoad(digests=(A,), running=1), EngineLoad(resident=(A,), running=1)])
+async def test_an_engine_that_leases_or_holds_an_adapter_is_warm_for_it(load: EngineLoad) -> None:
+    warm, idle = Engine("f/1", "f", "127.0.0.1:2"), member(NOBODY)
+    beats = [idle, replace(member(warm), beat=structs.replace(member(warm).beat, load=load))]
+    async with Channels() as channels:
+        fleet = Fleet(lambda: beats, channels)
+        assert (fleet.pick(BASE, A), fleet.pick(BASE, None)) == (warm, NOBODY)
+        assert A in fleet.resident()
 
 
 @pytest.mark.parametrize("error", [None, Unavailable("I drain")], ids=["well", "says no"])

@@ -49,6 +49,14 @@ def test_what_is_forgotten_first_is_the_end_of_what_was_used_longest_ago() -> No
     assert memory.matches(chain_of(B, LONG)) == {"f": 2 * BLOCK_TOKENS}
 
 
+def test_what_is_used_again_is_kept() -> None:
+    memory = PrefixMemory(max_blocks=6)
+    for digest in (A, B, A, None):
+        memory.note(chain_of(digest, LONG[: 2 * BLOCK_TOKENS]), "e")
+    assert memory.matches(chain_of(A, LONG)) == {"e": 2 * BLOCK_TOKENS}
+    assert memory.matches(chain_of(B, LONG)) == {}
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=300), st.sampled_from("ef")), max_size=20))
 def test_it_never_grows_beyond_its_bound(prompts: list[tuple[list[int], str]]) -> None:
     memory = PrefixMemory(max_blocks=5)

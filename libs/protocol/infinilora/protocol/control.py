@@ -24,6 +24,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     kv_blocks_total: int = 0
     digests: tuple[Digest, ...] = ()
     """Adapters this engine holds a lease on now."""
+    resident: tuple[Digest, ...] = ()
+    """Adapters in a pool of its own, where it has one; leased or not."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):

@@ -61,10 +61,14 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class OpenLora:
-    """A backend, and how this process lets go of a deleted adapter (from any thread; where it has none: nothing)."""
+    """A backend, and what an engine with a pool of its own does beside it, from any thread; without one: nothing.
+
+    `forget` lets go of a deleted adapter; `resident` tells what is in the pool.
+    """
 
     backend: LoraBackend
-    forget: Callable[[Digest], None]
+    forget: Callable[[Digest], None] = lambda _: None
+    resident: Callable[[], tuple[Digest, ...]] = tuple
 
 
 @asynccontextmanager
@@ -74,29 +78,25 @@ async def open_lora(
     """The backend, closed at the end of the block; by then the step thread must have stopped."""
     match settings.lora:
         case "none":
-            yield OpenLora(NoLora(), _holds_none)
+            yield OpenLora(NoLora())
         case "local":
             pool = _open_pool(settings, model, around.blobs, service)
             service.spawn(follow_registrations(pool, around.bus), "registrations")
             try:
-                yield OpenLora(LocalLora(pool, bell.ring), pool.forget)
+                yield OpenLora(LocalLora(pool, bell.ring), pool.forget, pool.resident)
             finally:
                 pool.close()
         case "remote":
             async with _open_remote(settings, model, service, around, bell) as remote:
                 if not settings.hybrid_bytes:
-                    yield OpenLora(remote, _holds_none)
+                    yield OpenLora(remote)
                     return
                 pool = _open_pool(settings, model, around.blobs, service)
                 service.spawn(follow_registrations(pool, around.bus), "registrations")
                 try:
-                    yield OpenLora(HybridLora(remote, LocalLora(pool, bell.ring), pool), pool.forget)
+                    yield OpenLora(HybridLora(remote, LocalLora(pool, bell.ring), pool), pool.forget, pool.resident)
                 finally:
                     pool.close()
-
-
-def _holds_none(digest: Digest) -> None:
-    """No adapter's bytes are in this process."""
 
 
 def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service: Service) -> AdapterPool:

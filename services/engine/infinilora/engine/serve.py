@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
-from infinilora.engine.backends import Around, Bell, open_lora
+from infinilora.engine.backends import Around, Bell, OpenLora, open_lora
 from infinilora.engine.events import Hooks, StepReport
 from infinilora.engine.facts import Facts
 from infinilora.engine.factsdesk import SERVICE as FACTS_SERVICE
@@ -25,7 +26,7 @@ from infinilora.engine.settings import Settings
 from infinilora.engine.timeline import TimedLora, Timeline
 from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
 from infinilora.protocol import subjects
-from infinilora.protocol.control import Beat, Command
+from infinilora.protocol.control import Beat, Command, EngineLoad
 from infinilora.runtime import metrics, rpc, telemetry
 from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
@@ -45,18 +46,19 @@ async def serve(settings: Settings, service: Service) -> None:
         around = await _reach_out(settings, stack)
         if settings.timeline and timeline:
             stack.callback(timeline.write, settings.timeline)
-        engine, loop, commands = await stack.enter_async_context(_engine(settings, service, model, around, timeline))
+        engine, loop, lora = await stack.enter_async_context(_engine(settings, service, model, around, timeline))
         token = settings.rpc_token.get_secret_value()
         doors = [(SERVICE, engine), (HEALTH_SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
         server = await stack.enter_async_context(rpc.serving(settings.listen, doors, token=token))
         address = settings.advertise or server.address
         heart = Heart(
             settings.nats_url,
-            partial(_beat, settings, service, model, engine, loop, address),
+            partial(_beat, settings, service, model, engine, partial(_load, loop, lora), address),
             interval_s=settings.beat_ms / 1000,
         )
         service.spawn(heart.run(), "heart")
         service.spawn(keep_publishing(around.blobs, model.card, settings.model), "publish")
+        commands = Commands(engine, lora.forget)
         await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, commands.handle)
         service.ready()
         heart.beat_now()
@@ -84,7 +86,7 @@ async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
 @asynccontextmanager
 async def _engine(
     settings: Settings, service: Service, model: LoadedModel, around: Around, timeline: Timeline | None
-) -> AsyncIterator[tuple[Engine, EngineLoop, Commands]]:
+) -> AsyncIterator[tuple[Engine, EngineLoop, OpenLora]]:
     """The step thread and its doors; the thread has stopped when the block has ended."""
     mailboxes, bell = Mailboxes(), Bell()
     traces = telemetry.setup(
@@ -114,7 +116,7 @@ async def _engine(
         loop.start()
         stack.push_async_callback(asyncio.to_thread, loop.stop)
         engine = Engine(loop, mailboxes, model.facts, traces)
-        yield engine, loop, Commands(engine, lora.forget)
+        yield engine, loop, lora
 
 
 def _hearers(meter: Meter | None, traces: Telemetry, timeline: Timeline | None) -> list[Callable[[StepReport], None]]:
@@ -158,7 +160,12 @@ def _model_options(settings: Settings, timeline: Timeline | None) -> ModelOption
 
 
 def _beat(
-    settings: Settings, service: Service, model: LoadedModel, engine: Engine, loop: EngineLoop, address: str
+    settings: Settings,
+    service: Service,
+    model: LoadedModel,
+    engine: Engine,
+    load: Callable[[], EngineLoad],
+    address: str,
 ) -> Beat:
     """Runs on the heart's thread: reads only."""
     return Beat(
@@ -170,5 +177,9 @@ def _beat(
         address=address,
         base=model.card.fingerprint,
         model=model.card.name,
-        load=loop.load,
+        load=load(),
     )
+
+
+def _load(loop: EngineLoop, lora: OpenLora) -> EngineLoad:
+    return structs.replace(loop.load, resident=lora.resident())

@@ -15,7 +15,7 @@ from infinilora.gateway import scores
 from infinilora.gateway.breaker import Breakers
 from infinilora.gateway.prefixes import Chain, PrefixMemory
 from infinilora.gateway.scores import EngineView, Wanted
-from infinilora.protocol.control import EngineLoad, GroupLoad
+from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Unavailable
 from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest, HealthRequest
 from infinilora.protocol.ids import Digest, Fingerprint
@@ -66,9 +66,9 @@ class Fleet:
         return self._known
 
     def resident(self) -> frozenset[Digest]:
-        """Adapters that some LoRA server holds, or that some engine has a lease on."""
+        """Adapters that some LoRA server or engine holds, or that some engine has a lease on."""
         loads = [member.beat.load for member in self._members() if member.health != "dead"]
-        held = [load.resident for load in loads if isinstance(load, GroupLoad)]
+        held = [load.resident for load in loads if load is not None]
         leased = [load.digests for load in loads if isinstance(load, EngineLoad)]
         return frozenset(digest for digests in (*held, *leased) for digest in digests)
 
@@ -200,7 +200,7 @@ class Fleet:
             waiting=engine_load.waiting,
             in_flight=self._in_flight.get(key, 0),
             kv_free=engine_load.kv_blocks_free / total if total else 1.0,
-            digests=frozenset(engine_load.digests),
+            digests=frozenset(engine_load.digests + engine_load.resident),
         )
 
 
