@@ -7,6 +7,7 @@ from functools import partial
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity as EngineIdentity
 from infinilora.engine.lora.remote import RemoteLora
+from infinilora.link.narrow import Narrowing
 from infinilora.link.open import LinkSettings, Opener
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
 from infinilora.runtime import rpc
@@ -18,10 +19,12 @@ from support.waiting import eventually
 
 
 @asynccontextmanager
-async def remote(case: Case, service: Service, backend: str) -> AsyncIterator[RemoteLora]:
+async def remote(
+    case: Case, service: Service, backend: str, *, narrowing: Narrowing = "never"
+) -> AsyncIterator[RemoteLora]:
     """A LoRA server's door, pool and serving threads in this process, and an engine's back-end linked to it."""
     directory = case.work if backend == "shm" else None
-    link = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192)
+    link = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192, narrowing=narrowing)
     pool, opener = case.pool("remote"), Opener(link)
     server = LoraServer(Identity("g", case.card.fingerprint), pool, opener, service, traces=Telemetry())
     identity = EngineIdentity(

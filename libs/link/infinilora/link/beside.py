@@ -20,6 +20,7 @@ class EngineBeside(ABC):
     """The half of an EnginePort that knows no payload."""
 
     takes_in_order = True
+    narrows = False
 
     def __init__(self, control: ControlStream, *, num_buffers: int, buffer_bytes: int) -> None:
         self._control = control

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import (
-    DTYPE_CODES,
     DTYPES,
+    NARROW,
     NO_TRACE,
     Flag,
     Header,
@@ -32,19 +32,29 @@ from infinilora.link.frame import (
     rows_that_fit,
 )
 from infinilora.link.layout import State
+from infinilora.link.narrow import MIN_COLS, Narrowing, is_narrow, narrowed, widened
 from infinilora.link.ports import EnginePort, Program, ServerPort, Ticket
+from infinilora.link.shapes import dtype_code, flat_rows, has_columns, route, wide_bytes
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, WireError
 
 PLAN_TIMEOUT_S = 1.0
+NARROW_LIMIT_BYTES = 256 * 1024
+"""Under `load`: more than this on its way goes narrow. Some 100 us of a 25 Gbit/s network; not measured on one."""
+
 _PLAN = int(Kind.PLAN)
 
 
 class EngineEnd:
     """The end of the step thread. A ticket is waited for at most once; `abandon` ends a step early."""
 
-    def __init__(self, port: EnginePort) -> None:
+    def __init__(
+        self, port: EnginePort, *, narrowing: Narrowing = "never", narrow_limit_bytes: int = NARROW_LIMIT_BYTES
+    ) -> None:
+        """`narrowing`: which calls go narrow, where the port can and both ends have agreed."""
         self._port = port
+        self._narrowing = narrowing if port.narrows else "never"
+        self._narrow_limit_bytes = narrow_limit_bytes
         self._outstanding: list[Ticket] = []
 
     def send_plan(self, step_id: int, segments: Sequence[PlanSegment], *, trace: bytes = NO_TRACE) -> None:
@@ -66,6 +76,7 @@ class EngineEnd:
         request, reply = shape.in_cols * width + 8 * shape.topk, shape.out_cols * width
         fit = rows_that_fit(request, reply, self._port.buffer_bytes, has_gap=shape.topk > 0)
         ticket = Ticket(shape, at, out_at, fit, -(-shape.rows // fit))
+        ticket.can_narrow = self._narrowing != "never" and min(shape.in_cols, shape.out_cols) >= MIN_COLS
         self._port.lay_out(ticket)
         return ticket
 
@@ -87,15 +98,25 @@ class EngineEnd:
         if ticket.x_layout != (x.shape, x.stride(), x.dtype):
             x = self._lay_out_x(ticket, x)
         if ticket.header.topk or topk_ids is not None:
-            _route(ticket, topk_ids, topk_weights)
+            route(ticket, topk_ids, topk_weights)
+        if ticket.can_narrow:
+            self._set_width(ticket)
         ticket.x = x
         ticket.done = False
         self._outstanding.append(ticket)
         self._port.submit(ticket, step_id, layer)
 
+    def _set_width(self, ticket: Ticket) -> None:
+        """Decide whether the rows of the call that begins travel narrow."""
+        sizes = {"call_bytes": wide_bytes(ticket), "waiting_bytes": sum(map(wide_bytes, self._outstanding))}
+        narrows = is_narrow(self._narrowing, **sizes, limit_bytes=self._narrow_limit_bytes)
+        dtype = ticket.header.dtype % NARROW + narrows * NARROW
+        if dtype != ticket.header.dtype:
+            ticket.header = ticket.header._replace(dtype=dtype)
+
     def _lay_out_x(self, ticket: Ticket, x: Tensor) -> Tensor:
         """Check x and note where the ticket's rows lie in it; a copy where its columns are not adjacent."""
-        header, flat = ticket.header, _rows(x)
+        header, flat = ticket.header, flat_rows(x)
         if flat.shape[0] < ticket.at + header.rows or flat.shape[1] != header.in_cols or x.dtype != header.torch_dtype:
             raise InvalidRequest(
                 f"a site call of rows {ticket.at} to {ticket.at + header.rows} and {header.in_cols} columns of "
@@ -176,7 +197,7 @@ class EngineEnd:
     def _lay_out_out(self, ticket: Ticket, out: Tensor) -> None:
         """Check out and note where the ticket's rows and columns lie in it."""
         header, flat = ticket.header, out if out.dim() == 2 else out.flatten(1)
-        if flat.shape[0] != ticket.num_rows or not _has_columns(ticket, flat.shape[1]):
+        if flat.shape[0] != ticket.num_rows or not has_columns(ticket, flat.shape[1]):
             raise InvalidRequest(f"the delta is [{ticket.num_rows}, {header.out_cols}]; out is {list(out.shape)}")
         if (flat.stride(1) != 1 and flat.shape[1] > 1) or (flat is not out and flat.data_ptr() != out.data_ptr()):
             raise InvalidRequest(f"out must have adjacent columns; its strides are {out.stride()}")
@@ -234,6 +255,11 @@ class EngineEnd:
         return self._port.is_alive
 
     @property
+    def narrowing(self) -> Narrowing:
+        """Which calls' rows travel as eight-bit integers."""
+        return self._narrowing
+
+    @property
     def num_outstanding(self) -> int:
         return len(self._outstanding)
 
@@ -274,6 +300,7 @@ class ServerEnd:
     def __init__(self, port: ServerPort) -> None:
         self._port = port
         self._is_owing = False
+        self._wide = torch.empty(0, 0)
 
     def use(self, program: Program, times: SiteTimes) -> bool:
         """From now on `recv` answers by itself what `program` computes; False where this back-end cannot."""
@@ -294,7 +321,11 @@ class ServerEnd:
             return Call(header, segments)
         self._is_owing = True
         rows, topk = header.rows, header.topk
-        x = tensor(DTYPES[header.dtype], offset, rows, header.in_cols)
+        if header.is_narrow:
+            held = tensor(torch.uint8, offset, rows, header.row_bytes(header.in_cols))
+            x = widened(held, header.in_cols, header.torch_dtype)
+        else:
+            x = tensor(DTYPES[header.dtype], offset, rows, header.in_cols)
         if not topk:
             return Call(header, None, x)
         has_ids = header.flags & Flag.HAS_IDS
@@ -308,15 +339,26 @@ class ServerEnd:
         return Call(header, None, x, ids, weights)
 
     def reply_buffer(self, call: Call) -> Tensor:
-        """[rows, out_cols] in the link's own memory, paid for by the request. Write all of it, then `reply`."""
+        """[rows, out_cols] in the link's own memory, paid for by the request. Write all of it, then `reply`.
+
+        Where the call is narrow: beside it, narrowed by `reply`.
+        """
         header = call.header
+        if header.is_narrow:
+            self._wide = torch.empty(header.rows, header.out_cols, dtype=header.torch_dtype)
+            return self._wide
         return self._port.replies.tensor(
             header.torch_dtype, self._port.reply_offset(header), header.rows, header.out_cols
         )
 
     def reply(self, call: Call) -> None:
+        header = call.header
+        if header.is_narrow:
+            at = self._port.reply_offset(header)
+            rows = self._port.replies.tensor(torch.uint8, at, header.rows, header.row_bytes(header.out_cols))
+            rows.copy_(narrowed(self._wide))
         self._is_owing = False
-        self._port.reply(call.header, Kind.REPLY, call.header.reply_bytes)
+        self._port.reply(header, Kind.REPLY, header.reply_bytes)
 
     def refuse(self, call: Call, error: InfiniLoraError | WireError) -> None:
         """Answer a SITE call with an error; the engine's wait raises LinkRefused with it."""
@@ -340,36 +382,3 @@ class ServerEnd:
     def is_quarantined(self) -> bool:
         """Whether the engine gave this pair up after a missed deadline."""
         return self._port.is_quarantined
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x [T, ...] as [T, cols] with adjacent columns; a view where it can be one."""
-    flat = x if x.dim() == 2 else x.flatten(1)
-    return flat if flat.stride(1) == 1 or flat.shape[1] <= 1 else flat.contiguous()
-
-
-def _route(ticket: Ticket, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
-    """Put the ticket's rows of the experts of a call, and of their weights, into it."""
-    header, at = ticket.header, slice(ticket.at, ticket.at + ticket.rows)
-    flags = (topk_ids is not None) * Flag.HAS_IDS | (topk_weights is not None) * Flag.HAS_WEIGHTS
-    ticket.topk_ids = None if topk_ids is None else _rows(topk_ids.to(torch.int32))[at]
-    ticket.topk_weights = None if topk_weights is None else _rows(topk_weights.to(torch.float32))[at]
-    shapes = {tuple(part.shape) for part in (ticket.topk_ids, ticket.topk_weights) if part is not None}
-    if flags != header.flags & Flag.ROUTED or shapes - {(header.rows, header.topk)}:
-        raise InvalidRequest(
-            f"a site call with {header.topk} experts a row for {header.rows} rows (flags {header.flags}); "
-            f"found {sorted(shapes)} (flags {flags})"
-        )
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in a header. InvalidRequest for one that no link carries."""
-    if dtype not in DTYPE_CODES:
-        raise InvalidRequest(f"a link carries {', '.join(map(str, DTYPE_CODES))}; found {dtype}")
-    return DTYPE_CODES[dtype]
-
-
-def _has_columns(ticket: Ticket, cols: int) -> bool:
-    """Whether out may be so wide: all of the delta's columns and no more, unless it is a slice at its place."""
-    wanted = ticket.out_at + ticket.header.out_cols
-    return cols >= wanted if ticket.out_at or ticket.header.out_end else cols == wanted

@@ -8,8 +8,8 @@
 A SITE payload is `x [rows, in_cols]`, then, on the next 64-byte boundary where the site is routed,
 `topk_ids int32 [rows, topk]` and `topk_weights fp32 [rows, topk]`. With HAS_ROWS the call is of some rows of the step,
 in order: the first id of each is its row (`row_start` says nothing), the first weight is nothing. A REPLY's is
-`[rows, out_cols]` of the same dtype. The link does not know what a site means: `[k, f]` of a row is flattened into its
-columns.
+`[rows, out_cols]` of the same dtype. Where the dtype says NARROW too, the rows of both are narrowed (narrow.py). The
+link does not know what a site means: `[k, f]` of a row is flattened into its columns.
 """
 
 import enum
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from infinilora.link import narrow
 from infinilora.protocol.errors import InvalidRequest
 
 HEADER_BYTES = 128
@@ -57,6 +58,9 @@ class Flag:
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 """A dtype's number on the wire is its place here."""
+
+NARROW = len(DTYPES)
+"""Added to the number of a dtype: rows travel as eight-bit integers, and are of that dtype at both ends."""
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -100,7 +104,15 @@ class Header(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return DTYPES[self.dtype % NARROW]
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.dtype >= NARROW
+
+    def row_bytes(self, cols: int) -> int:
+        """Of `cols` columns, as they travel."""
+        return narrow.row_bytes(cols) if self.is_narrow else cols * self.torch_dtype.itemsize
 
     @property
     def is_last(self) -> bool:
@@ -109,19 +121,19 @@ class Header(NamedTuple):
     @property
     def ids_offset(self) -> int:
         """Where topk_ids begin in the payload."""
-        return aligned(self.rows * self.in_cols * self.torch_dtype.itemsize)
+        return aligned(self.rows * self.row_bytes(self.in_cols))
 
     @property
     def reply_bytes(self) -> int:
-        return self.rows * self.out_cols * self.torch_dtype.itemsize
+        return self.rows * self.row_bytes(self.out_cols)
 
     def check(self, buffer_bytes: int) -> None:
         """Raise unless the fields of a frame from a peer agree with one another and with the buffer.
 
         The native library checks the same (`fits` in native/ring.cpp) where it receives.
         """
-        if self.dtype >= len(DTYPES):
-            raise InvalidRequest(f"link frame has dtype {self.dtype}; known are 0 to {len(DTYPES) - 1}")
+        if self.dtype >= 2 * NARROW:
+            raise InvalidRequest(f"link frame has dtype {self.dtype}; known are 0 to {2 * NARROW - 1}")
         wanted = self._wanted_bytes()
         if wanted != self.payload_bytes or max(wanted, self.reply_bytes) > buffer_bytes:
             raise InvalidRequest(
@@ -138,7 +150,7 @@ class Header(NamedTuple):
             raise InvalidRequest(f"link frame names rows with flags {self.flags} and topk {self.topk}; wanted ids too")
         routed = bool(self.flags & Flag.HAS_IDS) + bool(self.flags & Flag.HAS_WEIGHTS)
         if not routed:
-            return self.rows * self.in_cols * self.torch_dtype.itemsize
+            return self.rows * self.row_bytes(self.in_cols)
         return self.ids_offset + routed * self.rows * self.topk * 4
 
 

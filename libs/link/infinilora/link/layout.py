@@ -58,7 +58,7 @@ class Arena:
         self._kept: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
         self._wholes = {
             dtype: torch.frombuffer(buffer, dtype=dtype)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8)
         }
 
     def tensor(self, dtype: torch.dtype, offset: int, rows: int, cols: int) -> Tensor:

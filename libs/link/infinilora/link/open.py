@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinilora.link import shm, tcp
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.ends import NARROW_LIMIT_BYTES, EngineEnd, ServerEnd
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
+from infinilora.link.narrow import Narrowing
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALE_S = 120.0
+
+I8 = "i8"
+"""What an engine that narrows asks for beside tcp. A server that can says it again; an older one is silent."""
 
 Offer = dict[str, str]
 """`backend`, and what that back-end needs to be found: all strings, as the wire carries them."""
@@ -48,7 +52,8 @@ class LinkSettings:
     `directory`: shared by processes of this host (a tmpfs, such as /dev/shm); None: no shm. `tcp_host`: what a
     server binds and, unless it is a wildcard, tells engines to connect to; None: no tcp. `cuda`: the device memory
     that this process lends to links; None: no cuda. `rdma`: the memory that a network card may write; None: no rdma.
-    Both need `tcp_host` too, for what goes beside the payloads.
+    Both need `tcp_host` too, for what goes beside the payloads. `narrowing`, of an engine: which calls over tcp go
+    narrow (narrow.py).
     """
 
     directory: Path | None
@@ -57,6 +62,8 @@ class LinkSettings:
     num_buffers: int = 16
     buffer_bytes: int = 256 * 1024
     spin_s: float = shm.SPIN_S
+    narrowing: Narrowing = "never"
+    narrow_limit_bytes: int = NARROW_LIMIT_BYTES
     cuda: "Regions | None" = None
     rdma: "Fabric | None" = None
 
@@ -80,7 +87,8 @@ class Offers:
         if settings.rdma is not None:
             self.wire.append({"backend": "rdma"})
         if settings.tcp_host is not None:
-            self.wire.append({"backend": "tcp"})
+            asks = {} if settings.narrowing == "never" else {"narrow": I8}
+            self.wire.append({"backend": "tcp"} | asks)
 
     def close(self) -> None:
         if self._nonce is not None:
@@ -126,7 +134,7 @@ class Opener:
                     return self._open_shm()
                 except Unavailable as error:
                     logger.warning("shm link not possible, trying the next offer", extra={"reason": error.message})
-            elif offer.get("backend") in ("tcp", "rdma") and (opening := self._open_socket(offer["backend"])):
+            elif offer.get("backend") in ("tcp", "rdma") and (opening := self._open_socket(offer)):
                 return opening
         raise InvalidRequest(
             f"none of the offered links {[offer.get('backend') for offer in offers]} works here: shm needs a directory "
@@ -178,9 +186,9 @@ class Opener:
             ring.unlink,
         )
 
-    def _open_socket(self, backend: str) -> Opening | None:
+    def _open_socket(self, offer: Mapping[str, str]) -> Opening | None:
         """`tcp`, or `rdma`, whose headers go over a socket too; None where this process does not have it."""
-        settings = self._settings
+        settings, backend = self._settings, offer["backend"]
         host, fabric = settings.tcp_host, settings.rdma
         if host is None or (backend == "rdma" and fabric is None):
             return None
@@ -194,6 +202,8 @@ class Opener:
             "num_buffers": str(settings.num_buffers),
             "buffer_bytes": str(settings.buffer_bytes),
         }
+        if backend == "tcp" and offer.get("narrow") == I8:
+            chosen["narrow"] = I8
 
         def take(timeout_s: float) -> ServerEnd:
             sock = listener.take(secret, timeout_s)
@@ -218,10 +228,13 @@ def attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, *, 
             return shm.engine_end(_ring_file(chosen, secret, settings), spin_s=settings.spin_s)
         case "tcp":
             sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
+            num_buffers, buffer_bytes = int(chosen["num_buffers"]), int(chosen["buffer_bytes"])
+            if settings.narrowing != "never":
+                logger.info("link opened narrow", extra={"asked": settings.narrowing, "granted": "narrow" in chosen})
             return EngineEnd(
-                tcp.TcpEnginePort(
-                    sock, num_buffers=int(chosen["num_buffers"]), buffer_bytes=int(chosen["buffer_bytes"])
-                )
+                tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes),
+                narrowing=settings.narrowing if chosen.get("narrow") == I8 else "never",
+                narrow_limit_bytes=settings.narrow_limit_bytes,
             )
         case "cuda":
             from infinilora.link import cuda_open

@@ -75,5 +75,5 @@ def site_bytes(header: Header) -> int:
     """The payload of a SITE frame with these fields."""
     routed = bool(header.flags & Flag.HAS_IDS) + bool(header.flags & Flag.HAS_WEIGHTS)
     if not routed:
-        return header.rows * header.in_cols * header.torch_dtype.itemsize
+        return header.rows * header.row_bytes(header.in_cols)
     return header.ids_offset + routed * header.rows * header.topk * 4

@@ -21,6 +21,7 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import HEADER_BYTES, Flag, Header, Kind
 from infinilora.link.layout import Arena, State
+from infinilora.link.narrow import narrowed
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InvalidRequest, WireError
 
@@ -68,6 +69,8 @@ class Ticket:
     """Of that, what was spent waiting in `collect`: nothing else of the engine ran meanwhile."""
     done: bool = True
     """Whether nothing is under way."""
+    can_narrow: bool = False
+    """Whether its rows are wide enough, and its link one that narrows."""
     block: Any = None
     """The native port's own record of this ticket, and where it lies."""
     block_at: int = 0
@@ -83,10 +86,12 @@ class Ticket:
         return (block.began_ns * 1e-9, block.ended_ns * 1e-9) if block is not None and block.ended_ns else None
 
     def begin(self, step_id: int, layer: int, trace: bytes) -> None:
-        """For ports that send in Python: a call is under way, with x the call's own rows [rows, in_cols]."""
+        """For ports that send in Python: a call is under way, with x the call's own rows as they travel."""
         self.header = self.header._replace(step_id=step_id, layer=layer, trace=trace)
         if self.x is not None:
             self.x = _cut(self.x, self.rows, self.header.in_cols, self.x_stride, self.x_skip)
+            if self.header.is_narrow:
+                self.x = narrowed(self.x)
         self.sent = self.received = 0
         self.waited_s = 0.0
         self.sent_at = time.monotonic()
@@ -132,6 +137,8 @@ class EnginePort(Protocol):
     buffer_bytes: int
     takes_in_order: bool
     """Whether answers can only be taken in the order of the calls."""
+    narrows: bool
+    """Whether it carries narrowed rows."""
 
     def lay_out(self, ticket: Ticket) -> None:
         """The ticket is new, or its x or out are laid out otherwise than before."""

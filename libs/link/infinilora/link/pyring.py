@@ -77,6 +77,7 @@ class PythonEnginePort:
     """The engine's side. `_open` maps the sequences whose reply buffer is lent out to whether anybody waits."""
 
     takes_in_order = False
+    narrows = False
 
     def __init__(self, ring: RingFile) -> None:
         self._ring = ring

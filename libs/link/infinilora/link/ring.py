@@ -79,6 +79,7 @@ class NativeEnginePort:
     """The engine's side of the rings. Owns the native state; the mapping outlives it."""
 
     takes_in_order = False
+    narrows = False
 
     def __init__(self, library: RingLibrary, ring: RingFile, *, spin_s: float) -> None:
         self._lib = library

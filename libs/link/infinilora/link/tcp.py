@@ -19,6 +19,7 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import HEADER_BYTES, NO_TRACE, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import Arena, State
+from infinilora.link.narrow import widened
 from infinilora.link.ports import Program, Ticket, checked, refusal
 from infinilora.link.times import SiteTimes
 
@@ -92,6 +93,7 @@ class TcpEnginePort:
     """
 
     takes_in_order = True
+    narrows = True
 
     def __init__(self, sock: socket.socket, *, num_buffers: int, buffer_bytes: int) -> None:
         sock.settimeout(0)
@@ -191,10 +193,14 @@ class TcpEnginePort:
         ticket.received += 1
         if header.kind == Kind.ERROR:
             raise refusal(self._frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes])
-        dtype = ticket.header.torch_dtype
-        if header.rows != rows or header.payload_bytes != rows * out.shape[1] * dtype.itemsize:
+        row_bytes, cols = ticket.header.row_bytes(out.shape[1]), out.shape[1]
+        if header.rows != rows or header.payload_bytes != rows * row_bytes or header.dtype != ticket.header.dtype:
             raise LinkError("the peer answered with a frame that does not belong to its request")
-        delta = self._arena.tensor(dtype, HEADER_BYTES, rows, out.shape[1])
+        dtype = ticket.header.torch_dtype
+        if header.is_narrow:
+            delta = widened(self._arena.tensor(torch.uint8, HEADER_BYTES, rows, row_bytes), cols, dtype)
+        else:
+            delta = self._arena.tensor(dtype, HEADER_BYTES, rows, cols)
         target = out[start : start + rows]
         target.add_(delta) if add else target.copy_(delta)
 

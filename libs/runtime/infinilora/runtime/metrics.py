@@ -246,6 +246,11 @@ class LoraServerMetrics:
         )
         self.evictions = Counter("infinilora_pool_evictions", "Slots given up.", registry=registry)
         self.site_s = LinkSeconds("infinilora_lora_site_seconds", "One site call computed.", _SITE_S, registry)
+        self.narrow = Counter(
+            "infinilora_lora_narrow_calls",
+            "Site calls whose rows came and went as eight-bit integers.",
+            registry=registry,
+        )
         self.refused = Counter("infinilora_lora_refused", "Site calls refused, by code.", ("code",), registry=registry)
 
 

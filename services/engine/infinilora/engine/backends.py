@@ -153,6 +153,8 @@ def _link_settings(settings: Settings) -> LinkSettings:
         tcp_host="127.0.0.1" if "tcp" in settings.link_backends else None,
         num_buffers=settings.link_buffers,
         buffer_bytes=settings.link_buffer_bytes,
+        narrowing=settings.link_narrowing,
+        narrow_limit_bytes=settings.link_narrow_limit_bytes,
     )
 
 

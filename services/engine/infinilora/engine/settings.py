@@ -57,6 +57,10 @@ class Settings(Common):
     """A directory (tmpfs) that LoRA servers of this host see too; None: no `shm`."""
     link_buffers: int = Field(default=32, ge=2)
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
+    link_narrowing: Literal["never", "load", "always"] = "never"
+    """Over `tcp`, send activations and deltas as eight-bit integers, with a bounded error (docs/links.md): `load` where
+    more than `link_narrow_limit_bytes` are on their way at once, or `always`. `never` is exact."""
+    link_narrow_limit_bytes: int = Field(default=256 << 10, ge=0)
     pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """`local` mode: memory for adapters, at their true ranks."""
     pool_slots: int = Field(default=1024, ge=1)

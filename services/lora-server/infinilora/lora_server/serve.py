@@ -151,6 +151,8 @@ class LinkThread:
             self._refuse(call, InvalidRequest(f"site call does not fit the adapter: {error}"))
             return
         self._end.reply(call)
+        if self._metrics and call.header.is_narrow:
+            self._metrics.narrow.inc()
         self._times.add(started, time.perf_counter())
 
     def _work_of(self, header: Header) -> StepWork:
