@@ -46,7 +46,10 @@ def elsewhere(endpoint: str) -> dict[str, str]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """Parametrized by name: pytest runs all cases of one world before the next one starts. `ExL`: a group so cut."""
+    """Parametrized by name: pytest runs all cases of one world before the next one starts.
+
+    After the slash `ExL`: a group of LoRA servers so cut; `in-N`: an engine of N shards.
+    """
     name: str = request.param
     base, _, variant = name.partition("/")
     root: Path = tmp_path_factory.mktemp(name.replace("/", "-"))
@@ -71,6 +74,8 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         try:
             more: dict[str, Any] = {"lora_shape": variant} if re.fullmatch(r"\dx\d", variant) else {}
             more |= {"engines": 2} if variant == "engines" else {}
+            if cut := re.fullmatch(r"in-(\d)", variant):
+                more = {"engine_shards": cut[1]}
             api = await factory.start(checkpoint, env=env, urls=urls, **more)
             made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)
             await made.settle()

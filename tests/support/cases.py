@@ -37,6 +37,7 @@ _QWEN_MOE: dict[str, Any] = {"head_dim": 8, "moe_intermediate_size": 24, "num_ex
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "L": ("Llama", {}),
     "LT": ("Llama", {"tie_word_embeddings": True}),
+    "L-kv1": ("Llama", {"num_key_value_heads": 1}),
     "L-bias": ("Llama", {"attention_bias": True}),
     "Q": ("Qwen3Moe", _QWEN_MOE),
     "Q8": ("Qwen3Moe", {**_QWEN_MOE, "num_experts": 8}),

@@ -11,6 +11,7 @@ import msgspec
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity
 from infinilora.engine.lora.remote import RemoteLora
+from infinilora.engine.lora.slices import SiteSlices
 from infinilora.link.open import LinkSettings
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import BaseCard
@@ -80,16 +81,16 @@ class LoraGroup:
 
 @asynccontextmanager
 async def engine_of(
-    groups: tuple[LoraGroup, ...], service: Service, *, backend: str = "shm"
+    groups: tuple[LoraGroup, ...], service: Service, *, backend: str = "shm", slices: SiteSlices | None = None
 ) -> AsyncIterator[RemoteLora]:
-    """An engine's back-end with an open link to each of these groups."""
+    """An engine's back-end with an open link to each of these groups. `slices`: of one shard of an engine."""
     first = groups[0]
     link = LinkSettings(directory=first.links if backend == "shm" else None, num_buffers=4, buffer_bytes=8192)
     identity = Identity(
         engine_id="e", incarnation=os.urandom(4).hex(), base=first.card.fingerprint, dtype="F32", max_rows=64
     )
     async with Channels() as channels:
-        lora = RemoteLora(first.card, identity, channels=channels, link=link, on_change=lambda: None)
+        lora = RemoteLora(first.card, identity, channels=channels, link=link, on_change=lambda: None, slices=slices)
         running = service.spawn(lora.run(), "links")
         lora.update_groups([group.as_group() for group in groups])
         wanted = {group.name: backend for group in groups}

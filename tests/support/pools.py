@@ -138,8 +138,20 @@ class DefinedKernels:
     def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
         reference.dense(self.bound.get((layer, site), {}), segments, x, out, accumulate=accumulate)
 
-    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
-        reference.dense_columns(self.bound.get((layer, site), {}), segments, x, out, first=first)
+    def dense_columns(
+        self,
+        layer: int,
+        site: int,
+        segments: Tensor,
+        x: Tensor,
+        out: Tensor,
+        *,
+        first: int,
+        first_in: int | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        bound = self.bound.get((layer, site), {})
+        reference.dense_columns(bound, segments, x, out, first=first, first_in=first_in, accumulate=accumulate)
 
     def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
         reference.embed(self.bound.get((layer, Site.EMBED), {}), segments, ids, out, accumulate=accumulate)

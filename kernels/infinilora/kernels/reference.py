@@ -34,14 +34,30 @@ def dense(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, accumulate:
             _add(out[start : start + rows], part, delta if part.bias is None else delta + part.bias)
 
 
-def dense_columns(bound: Bound, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
-    """out[t, j] = column `first + j` of what `dense` computes; out [T, some columns of the site]."""
+def dense_columns(
+    bound: Bound,
+    segments: Tensor,
+    x: Tensor,
+    out: Tensor,
+    *,
+    first: int,
+    first_in: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    """out[t, j] (+)= column `first + j` of what `dense` computes; out [T, some columns of the site].
+
+    With `first_in`, x [T, n] are columns `first_in`.. of the site's input, and this is their part of the sum. Biases
+    belong to the part of the first column.
+    """
     end = first + out.shape[1]
+    inputs = None if first_in is None else slice(first_in, first_in + x.shape[1])
     narrow = {
-        slot: tuple(_narrowed(p, first, end) for p in parts if p.out_offset < end and p.out_offset + p.out_dim > first)
+        slot: tuple(
+            _narrowed(p, first, end, inputs) for p in parts if p.out_offset < end and p.out_offset + p.out_dim > first
+        )
         for slot, parts in bound.items()
     }
-    dense(narrow, segments, x, out, accumulate=False)
+    dense(narrow, segments, x, out, accumulate=accumulate)
 
 
 def embed(bound: Bound, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
@@ -107,12 +123,17 @@ def _segments(segments: Tensor) -> Iterator[tuple[int, int, int]]:
             yield start, rows, slot
 
 
-def _narrowed(part: Part, first: int, end: int) -> Part:
-    """The part's columns that lie in the site's [first, end), which it meets; offsets count from `first`."""
+def _narrowed(part: Part, first: int, end: int, inputs: slice | None) -> Part:
+    """The part's columns that lie in the site's [first, end), which it meets; offsets count from `first`.
+
+    Of its inputs some: the bias is then of those that begin at 0.
+    """
     begin = max(first - part.out_offset, 0)
     columns = slice(begin, end - part.out_offset)
-    bias = None if part.bias is None else part.bias[columns]
-    return Part(part.a, part.bt[:, columns], part.scale, part.out_offset + begin - first, bias)
+    a, bias = part.a, None if part.bias is None else part.bias[columns]
+    if inputs is not None:
+        a, bias = a[:, inputs], None if inputs.start else bias
+    return Part(a, part.bt[:, columns], part.scale, part.out_offset + begin - first, bias)
 
 
 def _columns(part: Part) -> slice:

@@ -113,25 +113,41 @@ class SlotKernels:
             return
         self._native_dense(library, place, segments, x, out, accumulate=accumulate, first=WHOLE)
 
-    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None:
-        """out[t, j] = column `first + j` of the site's delta: a slice of a row that is too wide to be sent whole.
+    def dense_columns(
+        self,
+        layer: int,
+        site: int,
+        segments: Tensor,
+        x: Tensor,
+        out: Tensor,
+        *,
+        first: int,
+        first_in: int | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """out[t, j] (+)= column `first + j` of the site's delta: of a row too wide to be sent, or what a shard has.
 
-        x [T, in]; out [T, columns]. Reads only those columns of Bt. Plain torch on a GPU.
+        x [T, in], or with `first_in` those of its columns that begin there, for their part of the sum; out [T,
+        columns]. Reads only those columns of A and Bt. Plain torch on a GPU, and for some columns of x.
         """
         place = self._place(layer, site)
         if first < 0:
             raise ValueError(f"a slice of columns from {first} on")
-        if self._library is not None:
-            self._native_dense(self._library, place, segments, x, out, accumulate=False, first=first)
+        if self._library is not None and first_in is None:
+            self._native_dense(self._library, place, segments, x, out, accumulate=accumulate, first=first)
             return
-        in_dim, end = x.shape[1], first + out.shape[1]
+        end, width = first + out.shape[1], x.shape[1]
+        begin_in, end_in = first_in or 0, (first_in or 0) + width
         bound = self._bound_in(
             place,
             segments,
-            lambda site: site.in_dim == in_dim and first < end <= site.out_dim,
-            found=f"{in_dim} -> columns {first}..{end}",
+            lambda site: (
+                first < end <= site.out_dim
+                and (width == site.in_dim if first_in is None else 0 <= begin_in < end_in <= site.in_dim)
+            ),
+            found=f"{width if first_in is None else f'columns {begin_in}..{end_in}'} -> columns {first}..{end}",
         )
-        reference.dense_columns(bound, segments, x, out, first=first)
+        reference.dense_columns(bound, segments, x, out, first=first, first_in=first_in, accumulate=accumulate)
 
     def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """out[t] (+)= the delta of token ids[t] under the slot of t's segment: a column of A, expanded.

@@ -83,7 +83,7 @@ def test_a_whole_model_in_plain_torch_equals_the_oracle(name: str, tiny: Callabl
     spec = read_spec(directory)
     weights = load_weights(spec, Checkpoint(directory, spec), TORCH, max_len=256)
     kv = KvCache.allocate(spec, num_blocks=64, block_size=4, device=TORCH.device, dtype=TORCH.dtype)
-    plain = type(loaded)(Decoder(spec, weights, TORCH, kv), loaded.card, Sizes(256, 64, 4, 0), loaded.source)
+    plain = type(loaded)(Decoder(spec, weights, TORCH, kv), spec, loaded.card, Sizes(256, 64, 4, 0), loaded.source)
     engine = TestEngine(plain, PlainLora(loaded.card), limits=_LIMITS)
     prompts = [list(range(5, 5 + n)) for n in (3, 20)]
     heard = [engine.ask(p, max_tokens=5) for p in prompts]

@@ -22,7 +22,18 @@ class SiteKernels(Protocol):
     """The part of SlotKernels that computes."""
 
     def dense(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, accumulate: bool) -> None: ...
-    def dense_columns(self, layer: int, site: int, segments: Tensor, x: Tensor, out: Tensor, *, first: int) -> None: ...
+    def dense_columns(
+        self,
+        layer: int,
+        site: int,
+        segments: Tensor,
+        x: Tensor,
+        out: Tensor,
+        *,
+        first: int,
+        first_in: int | None = None,
+        accumulate: bool = False,
+    ) -> None: ...
     def embed(self, layer: int, segments: Tensor, ids: Tensor, out: Tensor, *, accumulate: bool) -> None: ...
     def moe_gate_up(
         self, layer: int, segments: Tensor, x: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
@@ -181,7 +192,8 @@ class StepWork:
 class SiteCall(NamedTuple):
     """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f].
 
-    EMBED has its token ids in `topk_ids` [rows, 1]. With `first_column`, out is a slice of a dense site's columns.
+    EMBED has its token ids in `topk_ids` [rows, 1]. With `first_column`, out is a slice of a dense site's columns; with
+    `first_input`, x is a slice of its inputs, and out their part of the delta.
     With `rows` int32 [rows], in order, they are those rows of the step, and `row_start` says nothing.
     """
 
@@ -193,6 +205,7 @@ class SiteCall(NamedTuple):
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     first_column: int | None = None
+    first_input: int | None = None
     rows: Tensor | None = None
 
 
@@ -214,8 +227,17 @@ def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall
                 kernels.moe_down(call.layer, table, call.x, ids, weights, call.out, accumulate=accumulate)
             case Site.EMBED:
                 kernels.embed(call.layer, table, _token_ids(call), call.out, accumulate=accumulate)
-            case _ if call.first_column is not None:
-                kernels.dense_columns(call.layer, call.site, table, call.x, call.out, first=call.first_column)
+            case _ if call.first_column is not None or call.first_input is not None:
+                kernels.dense_columns(
+                    call.layer,
+                    call.site,
+                    table,
+                    call.x,
+                    call.out,
+                    first=call.first_column or 0,
+                    first_in=call.first_input,
+                    accumulate=accumulate,
+                )
             case _:
                 kernels.dense(call.layer, call.site, table, call.x, call.out, accumulate=accumulate)
 

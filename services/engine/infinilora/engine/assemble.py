@@ -12,11 +12,14 @@ from infinilora.engine.events import Hooks
 from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.lora.interface import LoraBackend
+from infinilora.engine.lora.slices import SiteSlices
 from infinilora.engine.model.checkpoint import Checkpoint, RandomTensors, TensorSource
 from infinilora.engine.model.cpu import CpuOps
+from infinilora.engine.model.cut import Cut, local_spec, site_slices
 from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.model.kv import KvCache, block_bytes
 from infinilora.engine.model.ops import Ops, TorchOps
+from infinilora.engine.model.shards import Alone, Shards
 from infinilora.engine.model.spec import ModelSpec, read_spec
 from infinilora.engine.model.weights import load_weights
 from infinilora.engine.prepare import base_card
@@ -51,13 +54,30 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What all shards of an engine agree on before they read their weights."""
+
+    card: BaseCard
+    sizes: Sizes
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder ready to run, its card, the room it has, and the tensors that it was made of."""
+    """A decoder ready to run, its card, the room it has, and the tensors that it was made of.
+
+    Of a model that is cut the decoder is one shard's; `spec`, card and tensors are of the whole.
+    """
 
     decoder: Decoder
+    spec: ModelSpec
     card: BaseCard
     sizes: Sizes
     source: TensorSource
+
+    @property
+    def slices(self) -> SiteSlices:
+        """The columns of sites that the decoder has."""
+        return site_slices(self.spec, self.decoder.shards.cut)
 
     @property
     def activation_dtype(self) -> str:
@@ -75,41 +95,62 @@ class LoadedModel:
 
 def load_model(options: ModelOptions) -> LoadedModel:
     """Read and pack the weights; seconds to minutes."""
+    return hold_model(options, plan_model(options), Alone())
+
+
+def plan_model(options: ModelOptions, cut: Cut | None = None) -> ModelPlan:
+    """Look at every tensor, and derive what is not set. Raises InvalidRequest for what cannot be served."""
+    cut, spec = cut or Cut(), read_spec(options.directory)
+    sizes = sizes_of(options, spec, cut)
+    source = _source(options, spec)
+    name = options.served_name or options.directory.resolve().name
     started = time.perf_counter()
-    spec = read_spec(options.directory)
-    ops = _ops(options) if options.timeline is None else TimedOps(_ops(options), options.timeline)
-    sizes = derive_sizes(
+    card = base_card(spec, source, directory=options.directory, name=name, max_len=sizes.max_model_len)
+    seconds = round(time.perf_counter() - started, 2)
+    logger.info("model hashed", extra={"fingerprint": card.fingerprint, "seconds_hashing": seconds})
+    return ModelPlan(card, sizes)
+
+
+def sizes_of(options: ModelOptions, spec: ModelSpec, cut: Cut) -> Sizes:
+    """What one shard has room for."""
+    return derive_sizes(
         max_exact_len=spec.max_exact_len,
         wanted_len=options.max_model_len,
-        bytes_per_block=block_bytes(spec, block_size=options.kv_block, dtype=ops.dtype),
+        bytes_per_block=block_bytes(
+            local_spec(spec, cut), block_size=options.kv_block, dtype=activation_dtype(options)
+        ),
         block_size=options.kv_block,
         wanted_kv_bytes=options.kv_bytes,
         max_running=options.max_running,
     )
-    source = _source(options, spec)
-    name = options.served_name or options.directory.resolve().name
-    hashing = time.perf_counter()
-    card = base_card(spec, source, directory=options.directory, name=name, max_len=sizes.max_model_len)
-    hashing_s = time.perf_counter() - hashing
-    weights = load_weights(spec, source, ops, max_len=sizes.max_model_len)
+
+
+def hold_model(options: ModelOptions, plan: ModelPlan, shards: Shards) -> LoadedModel:
+    """Read and pack what a shard holds of the weights, and make room for its keys and values."""
+    started = time.perf_counter()
+    spec, card, sizes = read_spec(options.directory), plan.card, plan.sizes
+    ops = _ops(options) if options.timeline is None else TimedOps(_ops(options), options.timeline)
+    source, own = _source(options, spec), local_spec(spec, shards.cut)
+    weights = load_weights(spec, source, ops, max_len=sizes.max_model_len, cut=shards.cut)
     kv = KvCache.allocate(
-        spec, num_blocks=sizes.num_blocks, block_size=sizes.block_size, device=ops.device, dtype=ops.dtype
+        own, num_blocks=sizes.num_blocks, block_size=sizes.block_size, device=ops.device, dtype=ops.dtype
     )
     logger.info(
         "model loaded",
         extra={
-            "model": name,
+            "model": card.name,
+            "shard": shards.cut.shard,
+            "shards": shards.cut.num_shards,
             "fingerprint": card.fingerprint,
             "max_model_len": sizes.max_model_len,
             "longest_exact": spec.max_exact_len,
             "kv_blocks": sizes.num_blocks,
             "kv_block_tokens": sizes.block_size,
             "kv_bytes": sizes.kv_bytes,
-            "seconds_hashing": round(hashing_s, 2),
             "seconds": round(time.perf_counter() - started, 2),
         },
     )
-    return LoadedModel(Decoder(spec, weights, ops, kv), card, sizes, source)
+    return LoadedModel(Decoder(own, weights, ops, kv, shards), spec, card, sizes, source)
 
 
 def make_loop(
@@ -131,8 +172,12 @@ def make_loop(
 def _ops(options: ModelOptions) -> Ops:
     if options.device == "cpu":
         return CpuOps(storage="bf16" if options.dtype == "bf16" else "fp32", threads=options.threads)
-    dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
-    return TorchOps(torch.device(options.device), dtype)
+    return TorchOps(torch.device(options.device), activation_dtype(options))
+
+
+def activation_dtype(options: ModelOptions) -> torch.dtype:
+    """Of activations, keys and values: a CPU computes in fp32 whatever it keeps."""
+    return torch.float32 if options.device == "cpu" or options.dtype == "fp32" else torch.bfloat16
 
 
 def _source(options: ModelOptions, spec: ModelSpec) -> TensorSource:

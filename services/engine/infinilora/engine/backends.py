@@ -24,8 +24,8 @@ from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol.control import GroupLoad
 from infinilora.protocol.ids import Digest, Fingerprint
-from infinilora.runtime.blobs import BlobStore
-from infinilora.runtime.bus import Bus
+from infinilora.runtime.blobs import BlobStore, open_blobs
+from infinilora.runtime.bus import Bus, NatsBus
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
 from infinilora.runtime.placement import PlacementMirror
@@ -59,6 +59,14 @@ class Around:
     blobs: BlobStore
 
 
+async def reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
+    """Open what the control plane is heard and the store is read with, until the stack ends."""
+    bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
+    members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
+    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
+    return Around(bus, await stack.enter_async_context(members), blobs)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenLora:
     """A backend, and what an engine with a pool of its own does beside it, from any thread; without one: nothing.
@@ -83,7 +91,7 @@ async def open_lora(
             pool = _open_pool(settings, model, around.blobs, service)
             service.spawn(follow_registrations(pool, around.bus), "registrations")
             try:
-                yield OpenLora(LocalLora(pool, bell.ring), pool.forget, pool.resident)
+                yield OpenLora(LocalLora(pool, bell.ring, model.slices), pool.forget, pool.resident)
             finally:
                 pool.close()
         case "remote":
@@ -94,7 +102,8 @@ async def open_lora(
                 pool = _open_pool(settings, model, around.blobs, service)
                 service.spawn(follow_registrations(pool, around.bus), "registrations")
                 try:
-                    yield OpenLora(HybridLora(remote, LocalLora(pool, bell.ring), pool), pool.forget, pool.resident)
+                    local = LocalLora(pool, bell.ring, model.slices)
+                    yield OpenLora(HybridLora(remote, local, pool), pool.forget, pool.resident)
                 finally:
                     pool.close()
 
@@ -137,7 +146,12 @@ async def _open_remote(
         store = await stack.enter_async_context(RedisStore(settings.redis_url))
         placement = PlacementMirror(around.bus, store, base)
         backend = RemoteLora(
-            model.card, identity, channels=channels, link=_link_settings(settings), on_change=bell.ring
+            model.card,
+            identity,
+            channels=channels,
+            link=_link_settings(settings),
+            on_change=bell.ring,
+            slices=model.slices,
         )
         backend.placed = placement.groups_of
         stack.callback(backend.close)

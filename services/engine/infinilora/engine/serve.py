@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from msgspec import structs
 
-from infinilora.engine.assemble import LoadedModel, ModelOptions, load_model, make_loop
-from infinilora.engine.backends import Around, Bell, OpenLora, open_lora
+from infinilora.engine.assemble import LoadedModel, load_model, make_loop
+from infinilora.engine.backends import Around, Bell, OpenLora, open_lora, reach_out
 from infinilora.engine.events import Hooks, StepReport
 from infinilora.engine.facts import Facts
 from infinilora.engine.factsdesk import SERVICE as FACTS_SERVICE
@@ -19,18 +20,20 @@ from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
 from infinilora.engine.meter import Meter, StepSpans
+from infinilora.engine.options import model_options
 from infinilora.engine.publish import keep_publishing
 from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.settings import Settings
+from infinilora.engine.shards.choose import number_of_shards
+from infinilora.engine.shards.open import Head, head_of
 from infinilora.engine.timeline import TimedLora, Timeline
 from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command, EngineLoad
+from infinilora.protocol.ids import Digest
 from infinilora.runtime import metrics, rpc, telemetry
-from infinilora.runtime.blobs import open_blobs
-from infinilora.runtime.bus import NatsBus
-from infinilora.runtime.members import Heart, Members
+from infinilora.runtime.members import Heart
 from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
 
@@ -41,12 +44,16 @@ async def serve(settings: Settings, service: Service) -> None:
     """Serve until a stop is asked for; then take nothing new, let what runs finish, and close."""
     torch.set_num_threads(1)  # the native pool has the others
     timeline = Timeline() if settings.timeline else None
-    model = await asyncio.to_thread(load_model, _model_options(settings, timeline))
     async with AsyncExitStack() as stack:
-        around = await _reach_out(settings, stack)
+        num_shards = await asyncio.to_thread(number_of_shards, settings)
+        head = stack.enter_context(head_of(settings, num_shards)) if num_shards > 1 else None
+        load = load_model if head is None else head.load
+        model = await asyncio.to_thread(load, replace(model_options(settings, num_shards), timeline=timeline))
+        around = await reach_out(settings, stack)
         if settings.timeline and timeline:
             stack.callback(timeline.write, settings.timeline)
-        engine, loop, lora = await stack.enter_async_context(_engine(settings, service, model, around, timeline))
+        opening = _engine(settings, service, model, around, timeline=timeline, head=head)
+        engine, loop, lora = await stack.enter_async_context(opening)
         token = settings.rpc_token.get_secret_value()
         doors = [(SERVICE, engine), (HEALTH_SERVICE, engine), (FACTS_SERVICE, _facts_desk(settings, model, stack))]
         server = await stack.enter_async_context(rpc.serving(settings.listen, doors, token=token))
@@ -70,22 +77,21 @@ async def serve(settings: Settings, service: Service) -> None:
 
 
 def _facts_desk(settings: Settings, model: LoadedModel, stack: AsyncExitStack) -> FactsDesk:
-    facts = Facts(model.decoder.spec, model.source, model.card.fingerprint)
+    facts = Facts(model.spec, model.source, model.card.fingerprint)
     desk = FactsDesk(facts, max_bytes=settings.facts_mb << 20, directory=settings.var_dir / "facts")
     stack.callback(desk.close)
     return desk
 
 
-async def _reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
-    bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
-    members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
-    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
-    return Around(bus, await stack.enter_async_context(members), blobs)
-
-
 @asynccontextmanager
 async def _engine(
-    settings: Settings, service: Service, model: LoadedModel, around: Around, timeline: Timeline | None
+    settings: Settings,
+    service: Service,
+    model: LoadedModel,
+    around: Around,
+    *,
+    timeline: Timeline | None,
+    head: Head | None,
 ) -> AsyncIterator[tuple[Engine, EngineLoop, OpenLora]]:
     """The step thread and its doors; the thread has stopped when the block has ended."""
     mailboxes, bell = Mailboxes(), Bell()
@@ -101,6 +107,8 @@ async def _engine(
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         meter = Meter(metrics.EngineMetrics(registry)) if registry else None
         lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
+        if head is not None:
+            lora = _led(head, lora, service, bell)
         loop = make_loop(
             model,
             lora.backend if timeline is None else TimedLora(lora.backend, timeline),
@@ -108,7 +116,7 @@ async def _engine(
             max_waiting=settings.max_waiting,
             patience=Patience(settings.loading_patience_s, settings.lost_patience_s),
             hooks=_hooks(mailboxes, _hearers(meter, traces, timeline), service),
-            pingpong=PingPong(settings.ping_pong_mode),
+            pingpong=PingPong(settings.ping_pong_mode if head is None else "off"),
         )
         if meter is not None:
             meter.watch(lambda: loop.load)
@@ -143,20 +151,15 @@ def _limits(settings: Settings) -> Limits:
     )
 
 
-def _model_options(settings: Settings, timeline: Timeline | None) -> ModelOptions:
-    return ModelOptions(
-        directory=settings.model,
-        served_name=settings.served_name,
-        load_format=settings.load_format,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        kv_bytes=settings.kv_bytes,
-        kv_block=settings.kv_block,
-        max_model_len=settings.max_model_len,
-        max_running=settings.max_running,
-        timeline=timeline,
-    )
+def _led(head: Head, own: OpenLora, service: Service, bell: Bell) -> OpenLora:
+    """The back-end of all shards; each lets go of a deleted adapter."""
+
+    def forget(digest: Digest) -> None:
+        own.forget(digest)
+        head.forget(digest)
+
+    backend = head.lead(own.backend, bell.ring, service.fail_threadsafe)
+    return OpenLora(backend, forget, own.resident)
 
 
 def _beat(

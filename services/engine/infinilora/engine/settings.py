@@ -1,5 +1,6 @@
 """What an engine reads from its environment, each as `INFINILORA_<NAME>`. Read once, in `__main__`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,8 +30,12 @@ class Settings(Common):
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """How weights are kept. `auto`: fp32 on the CPU, bf16 on CUDA. A CPU computes in fp32 whatever it keeps."""
     threads: int = Field(default=2, ge=1)
+    engine_shards: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Processes of this engine, each with its part of the model (decision 0008): on CUDA, each on a device of its own.
+    `auto`: as few as hold it; on a CPU one."""
     kv_bytes: int = Field(default=0, ge=0)
-    """Memory for keys and values; 0: enough for `max_running` sequences of a quarter of the longest, at most 2 GiB."""
+    """Memory for keys and values, of each shard; 0: enough for `max_running` sequences of a quarter of the longest, at
+    most 2 GiB."""
     kv_block: int = Field(default=16, ge=1)
     """Tokens in a block."""
     max_model_len: int = Field(default=0, ge=0)
@@ -91,3 +96,18 @@ class Settings(Common):
     @classmethod
     def _comma_list(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def of_shard(settings: Settings, shard: int) -> Settings:
+    """The settings of another shard than the head: with a name and a directory of its own."""
+    name = f"{settings.engine_id}.{shard}"
+    return settings.model_copy(update={"engine_id": name, "var_dir": settings.var_dir / name})
+
+
+def shard_env(settings: Settings, shard: int) -> dict[str, str]:
+    """The environment of another shard's process. On CUDA it sees one device, its own; the head uses the first."""
+    if settings.device == "cpu":
+        return dict(os.environ)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = visible.split(",")[shard] if visible else str(shard)
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": device}

@@ -21,7 +21,7 @@ from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Header, Kind
 from infinilora.link.times import SiteTimes
 from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
-from infinilora.protocol.adapter import Site
+from infinilora.protocol.adapter import MOE_SITES, Site
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, InvalidRequest
 from infinilora.runtime import telemetry
 from infinilora.runtime.metrics import LoraServerMetrics
@@ -168,19 +168,14 @@ class LinkThread:
         assert x is not None
         if self._owns and not self._owns(header.layer, header.site):
             raise InvalidRequest(f"layer {header.layer}, site {header.site}: that is of another shard of this group")
-        if header.in_end or (header.out_end and header.site != Site.LM_HEAD):
-            raise InvalidRequest("a call for a slice of a site; this server computes whole sites, but for lm_head")
-        if header.out_end and header.out_end - header.out_begin != header.out_cols:
-            raise InvalidRequest(
-                f"a call for columns {header.out_begin}..{header.out_end} came with room for {header.out_cols}"
-            )
+        first, first_input = _slices(header)
         if header.site == Site.MOE_GATE_UP:
             out = out.view(header.rows, _topk(call), -1)
         elif header.site == Site.MOE_DOWN:
             x = x.view(header.rows, _topk(call), -1)
-        first, at = header.out_begin if header.out_end else None, header.row_start
         ids, weights = call.topk_ids, call.topk_weights
-        return SiteCall(header.layer, header.site, at, x, out, ids, weights, first, call.rows)
+        layer, site, at = header.layer, header.site, header.row_start
+        return SiteCall(layer, site, at, x, out, ids, weights, first, first_input, call.rows)
 
     def _refuse(self, call: Call, error: InfiniLoraError) -> None:
         header = call.header
@@ -201,6 +196,21 @@ class LinkThread:
             end_s = self._times.last_s if calls else trace.start_s
             parent = telemetry.from_wire(trace.wire)
             self._traces.record("lora.step", trace.start_s, end_s, attributes, parent=parent)
+
+
+def _slices(header: Header) -> tuple[int | None, int | None]:
+    """Where a call's columns of the output, and of the input, begin in the site; None: it has all of them."""
+    if not (header.in_end or header.out_end):
+        return None, None
+    if header.site in MOE_SITES or header.site == Site.EMBED:
+        raise InvalidRequest(f"a call for a slice of site {Site(header.site).label}, which is never cut by columns")
+    if header.out_end and header.out_end - header.out_begin != header.out_cols:
+        raise InvalidRequest(
+            f"a call for columns {header.out_begin}..{header.out_end} came with room for {header.out_cols}"
+        )
+    if header.in_end and header.in_end - header.in_begin != header.in_cols:
+        raise InvalidRequest(f"a call of inputs {header.in_begin}..{header.in_end} came with {header.in_cols}")
+    return header.out_begin if header.out_end else None, header.in_begin if header.in_end else None
 
 
 def _topk(call: Call) -> int:

@@ -38,6 +38,7 @@ class Plan:
     """One for each engine."""
     lora_server_port: int
     """Of its head, where it is several processes."""
+    engine_shards: str = "1"
     lora_shape: str = "1x1"
     shard_ports: tuple[int, ...] = ()
     """Of the other shards."""
@@ -80,6 +81,7 @@ def engine(plan: Plan, number: int = 0) -> Program:
         "SERVED_NAME": plan.served_name,
         "LORA": plan.lora,
         "THREADS": str(max(1, plan.threads // len(plan.engine_ports))),
+        "ENGINE_SHARDS": plan.engine_shards,
         "LINK_DIR": str(plan.link_dir),
     }
     name = f"engine.{number}" if number else "engine"

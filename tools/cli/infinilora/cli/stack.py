@@ -52,6 +52,7 @@ class Stack:
         lora: str = "remote",
         lora_shape: str = "1x1",
         engines: int = 1,
+        engine_shards: str = "1",
         threads: int | None = None,
         urls: Urls | None = None,
         extra_env: Mapping[str, str] | None = None,
@@ -70,6 +71,7 @@ class Stack:
         if engines < 1:
             raise InvalidRequest(f"engines is {engines}; wanted at least one", param="engines")
         self._num_engines = engines
+        self._engine_shards = _num_shards(engine_shards)
         self._threads = threads or os.cpu_count() or 1
         self._urls = (urls or Urls())._asdict()
         self._extra_env = dict(extra_env or {})
@@ -170,6 +172,7 @@ class Stack:
             lora_server_port=lora_server,
             lora_shape=str(self._shape),
             shard_ports=tuple(others[self._num_engines :]),
+            engine_shards=self._engine_shards,
             shared={**shared, **self._extra_env},
         )
 
@@ -200,3 +203,10 @@ class Stack:
         if self._plan is None:
             raise InvalidRequest("the system is not started")
         return self._plan
+
+
+def _num_shards(asked: str) -> str:
+    """What an engine takes for a number of shards: a number of at least 1, or `auto`."""
+    if asked != "auto" and not (asked.isascii() and asked.isdigit() and int(asked)):
+        raise InvalidRequest(f"shards is {asked!r}; wanted a whole number of at least 1, or 'auto'", param="shards")
+    return asked

@@ -25,6 +25,9 @@ LoraShape = Annotated[
     typer.Option("--lora-shape", help="Processes of the LoRA server: ExL, experts cut E ways and layers L ways."),
 ]
 Engines = Annotated[int, typer.Option("--engines", min=1, help="Engines of the base model; they share the threads.")]
+Shards = Annotated[
+    str, typer.Option("--shards", help="Processes of the engine, each with a part of the model, or auto.")
+]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for the engines' steps; 0: all.")]
 Nats = Annotated[str, typer.Option("--nats", help="A NATS server of yours: nats://user:password@host:port.")]
 Redis = Annotated[str, typer.Option("--redis", help="A Redis server of yours: redis://:password@host:port/0.")]
@@ -48,6 +51,7 @@ def up(  # noqa: PLR0913 - each is an option
     lora: Lora = "remote",
     lora_shape: LoraShape = "1x1",
     engines: Engines = 1,
+    shards: Shards = "1",
     threads: Threads = 0,
     nats: Nats = "",
     redis: Redis = "",
@@ -73,6 +77,7 @@ def up(  # noqa: PLR0913 - each is an option
             lora=lora,
             lora_shape=lora_shape,
             engines=engines,
+            engine_shards=shards,
             threads=threads or None,
             urls=Urls(nats, redis, store),
             on_event=on_event,

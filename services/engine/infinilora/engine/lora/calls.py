@@ -20,6 +20,7 @@ from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, Span
+from infinilora.engine.lora.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.link import ports
 from infinilora.link.ends import EngineEnd
 from infinilora.link.frame import Flag, Header, Kind, PlanSegment, column_slices
@@ -122,11 +123,14 @@ class StepCalls:
         geometry: Mapping[tuple[int, Site], SiteGeometry],
         clocks: Mapping[Site, SiteClock],
         dtype: torch.dtype,
+        slices: SiteSlices | None = None,
         first: int = 0,
     ) -> None:
+        """`slices`: the columns that this shard of an engine has; of a site that is not there, all."""
         self.layout = layout
         self.links = links
         self.plans = _plans(layout, links)
+        self._slices = slices or {}
         self._geometry = geometry
         self._clocks = clocks
         self._dtype = dtype
@@ -149,7 +153,7 @@ class StepCalls:
     def without(self, gone: set[GroupLink]) -> "StepCalls":
         """The same rows without some of the links."""
         links = tuple(None if link in gone else link for link in self.links)
-        return StepCalls(self.layout, links, self._geometry, self._clocks, self._dtype)
+        return StepCalls(self.layout, links, self._geometry, self._clocks, self._dtype, self._slices)
 
     def window(self, start: int, stop: int) -> "StepCalls":
         """Those of rows [start, stop) alone, counted from `start`."""
@@ -158,7 +162,9 @@ class StepCalls:
             layout = self.layout.window(start, stop)
             link_of = {span.group: link for span, link in zip(self.layout.spans, self.links, strict=True)}
             links = tuple(link_of[span.group] for span in layout.spans)
-            found = StepCalls(layout, links, self._geometry, self._clocks, self._dtype, self._first + start)
+            found = StepCalls(
+                layout, links, self._geometry, self._clocks, self._dtype, self._slices, self._first + start
+            )
             if len(self._windows) >= KEPT_WINDOWS:
                 self._windows.clear()
             self._windows[start, stop] = found
@@ -177,7 +183,8 @@ class StepCalls:
         call = None
         if ranges:
             owners = tuple(self._owner(found, layer, site) for found in ranges)
-            key = (site, ranges, owners, self._geometry[layer, site].out_dim, x.shape[1:], x.dtype)
+            cut = self._slices.get((layer, site), WHOLE)
+            key = (site, ranges, owners, self._geometry[layer, site].out_dim, cut, x.shape[1:], x.dtype)
             call = self._shared.get(key)
             if call is None:
                 call = self._shared[key] = self._make(layer, site, ranges, x, routing)
@@ -197,7 +204,8 @@ class StepCalls:
             else:
                 end = link.ends[link.owner(layer, site) or HEAD]
                 rows = shape._replace(row_start=self._first + found.start, rows=found.stop - found.start)
-                parts += [Part(span, link, end, ticket) for ticket in _tickets(end, rows, found.start)]
+                cut = self._slices.get((layer, site), WHOLE)
+                parts += [Part(span, link, end, ticket) for ticket in _tickets(end, rows, found.start, cut)]
         return SiteCall(self.layout, site, parts, self._clocks[site], self._dtype)
 
     def _owner(self, found: Range, layer: int, site: Site) -> int | None:
@@ -226,15 +234,22 @@ class StepCalls:
         )
 
 
-def _tickets(end: EngineEnd, shape: Header, at: int) -> list[ports.Ticket]:
-    """For rows from row `at` of x on. A row of lm_head may not fit a buffer: it comes in slices then."""
-    slices = column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
-    if shape.site != Site.LM_HEAD or len(slices) == 1:
+def _tickets(end: EngineEnd, shape: Header, at: int, cut: SiteSlice) -> list[ports.Ticket]:
+    """For rows from row `at` of x on: one, or one for each run of output columns.
+
+    Runs are those of a shard of an engine, or what fits a buffer of a row of lm_head.
+    """
+    if cut.inputs is not None:
+        shape = shape._replace(in_begin=cut.inputs[0], in_end=cut.inputs[1])
+    runs = cut.outputs or column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
+    if not cut.outputs and (shape.site != Site.LM_HEAD or len(runs) == 1):
         return [end.prepare(shape, at=at)]
-    return [
-        end.prepare(shape._replace(out_cols=stop - first, out_begin=first, out_end=stop), at=at, out_at=first)
-        for first, stop in slices
-    ]
+    tickets, out_at = [], 0
+    for first, stop in runs:
+        part = shape._replace(out_cols=stop - first, out_begin=first, out_end=stop)
+        tickets.append(end.prepare(part, at=at, out_at=out_at))
+        out_at += stop - first
+    return tickets
 
 
 def _plans(layout: Layout, links: Sequence[GroupLink | None]) -> list[tuple[GroupLink, list[PlanSegment]]]:

@@ -5,7 +5,7 @@ in `add`, straight into y: nothing runs beside the base product, so an own buffe
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from infinilora.engine.lora.interface import (
 )
 from infinilora.engine.lora.layout import Layout, Range
 from infinilora.engine.lora.scales import column_scales, scale_rows
+from infinilora.engine.lora.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.pool import AdapterPool, LeaseState
 from infinilora.protocol.adapter import Site
@@ -69,7 +70,9 @@ class LocalTicket:
 class LocalLora:
     """The LoraBackend over a pool, which it does not own. Its one holder there is this engine."""
 
-    def __init__(self, pool: AdapterPool, on_change: OnChange) -> None:
+    def __init__(self, pool: AdapterPool, on_change: OnChange, slices: SiteSlices | None = None) -> None:
+        """`slices`: the columns that this shard of an engine has."""
+        self._slices = slices or {}
         self._pool = pool
         self._grants = pool.grants(HOLDER)
         self._on_change = on_change
@@ -129,7 +132,8 @@ class LocalLora:
         if ticket is None:
             return
         assert isinstance(ticket, LocalTicket)
-        scale_rows(ticket.plan.layout.scaled(ticket.layer, ticket.site), ticket.layer, ticket.site, y)
+        cut = self._slices.get((ticket.layer, ticket.site), WHOLE)
+        scale_rows(ticket.plan.layout.scaled(ticket.layer, ticket.site), ticket.layer, ticket.site, y, cut)
         for rows in ticket.ranges:
             self._compute(ticket, y, rows)
 
@@ -146,7 +150,8 @@ class LocalLora:
             None if routing is None else routing.topk_weights[at],
         )
         try:
-            execute(self._pool.kernels, self._grants, ticket.plan.work, call, accumulate=True)
+            for part in _cut(call, self._slices.get((ticket.layer, ticket.site), WHOLE)):
+                execute(self._pool.kernels, self._grants, ticket.plan.work, part, accumulate=True)
         except AdapterError as error:
             raise StepLost(ticket.plan.layout.spans[rows.span].digests, error.message) from error
 
@@ -186,6 +191,19 @@ class LocalLora:
         if lease.scales is not None:
             for scale in state.scales:
                 lease.scales.put(scale)
+
+
+def _cut(call: SiteCall, cut: SiteSlice) -> Iterator[SiteCall]:
+    """The calls for what a shard has of a site: one for each run of its output columns."""
+    if cut.inputs is not None:
+        call = call._replace(first_input=cut.inputs[0])
+    if not cut.outputs:
+        yield call
+        return
+    at = 0
+    for begin, end in cut.outputs:
+        yield call._replace(out=call.out[:, at : at + end - begin], first_column=begin)
+        at += end - begin
 
 
 def _tenancy(segment: AdapterRows) -> TenancyRows:

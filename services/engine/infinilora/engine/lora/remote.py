@@ -35,6 +35,7 @@ from infinilora.engine.lora.interface import (
 )
 from infinilora.engine.lora.layout import Layout, Span
 from infinilora.engine.lora.scales import column_scales, read_scale, scale_rows
+from infinilora.engine.lora.slices import WHOLE, SiteSlices
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
 from infinilora.link.frame import NO_TRACE, PlanSegment
 from infinilora.link.open import LinkSettings
@@ -84,7 +85,10 @@ class RemoteLora:
         channels: Channels,
         link: LinkSettings,
         on_change: OnChange,
+        slices: SiteSlices | None = None,
     ) -> None:
+        """`slices`: the columns that this shard of an engine has."""
+        self._slices = slices or {}
         self._card = card
         self._geometry = card.geometry()
         self._dtype = TORCH_DTYPES[identity.dtype]
@@ -285,7 +289,7 @@ class RemoteLora:
             links = tuple(self._links.get(span.group) for span in layout.spans)
         calls = last if last is not None and last.links == links else None
         if calls is None:
-            calls = StepCalls(layout, links, self._geometry, self._clocks, self._dtype)
+            calls = StepCalls(layout, links, self._geometry, self._clocks, self._dtype, self._slices)
         self._recent = [calls, *(other for other in recent if other is not last)][:KEPT_CALLS]
         return calls
 
@@ -313,7 +317,8 @@ class RemoteLora:
         if call.under_way is not ticket:
             raise StepLost(call.digests, "its step is over, or its delta was added already")
         if call.layout.has_scales:
-            scale_rows(call.layout.scaled(ticket.layer, call.site), ticket.layer, call.site, y)
+            cut = self._slices.get((ticket.layer, call.site), WHOLE)
+            scale_rows(call.layout.scaled(ticket.layer, call.site), ticket.layer, call.site, y, cut)
         for part in call.parts:
             try:
                 clock.took_s.append(self._wait(part, y, clock.deadline_s))

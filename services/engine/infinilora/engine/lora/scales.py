@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinilora.engine.lora.slices import WHOLE, SiteSlice
 from infinilora.pool.scales import SiteScale
 from infinilora.protocol.adapter import VECTOR_BYTES, Site, SiteGeometry
 from infinilora.protocol.errors import Internal
@@ -62,13 +63,17 @@ class ScaledRows(NamedTuple):
     scales: ColumnScales
 
 
-def scale_rows(scaled: Iterable[ScaledRows], layer: int, site: Site, y: Tensor) -> None:
-    """y[rows] *= factors, in place, each row once. y is [T, out]. Raises Internal where factors do not fit y."""
+def scale_rows(scaled: Iterable[ScaledRows], layer: int, site: Site, y: Tensor, cut: SiteSlice = WHOLE) -> None:
+    """y[rows] *= factors, in place, each row once. y is [T, out]. Raises Internal where factors do not fit y.
+
+    On a shard that has some of the columns y is those. A partial product is multiplied like a whole one: it is a sum.
+    """
     for rows, scales in scaled:
-        factors = scales.on(layer, site, y.device)
+        found = scales.on(layer, site, y.device)
+        factors = None if found is None else cut.of(found)
         if factors is None or factors.shape != y.shape[1:]:
-            found, wanted = "none" if factors is None else list(factors.shape), list(y.shape[1:])
-            raise Internal(f"column scale of site {site.label} of layer {layer}: found {found}; wanted {wanted}")
+            shape, wanted = "none" if factors is None else list(factors.shape), list(y.shape[1:])
+            raise Internal(f"column scale of site {site.label} of layer {layer}: found {shape}; wanted {wanted}")
         y[rows].mul_(factors)
 
 

@@ -18,12 +18,13 @@ from infinilora.engine.model.deltas import Deltas, Turns, alone, in_turns
 from infinilora.engine.model.kv import KvCache
 from infinilora.engine.model.moe import moe_block
 from infinilora.engine.model.ops import Ops
+from infinilora.engine.model.shards import Alone, Shards
 from infinilora.engine.model.spec import ModelSpec
 from infinilora.engine.model.weights import LayerWeights, MlpWeights, ModelWeights
 from infinilora.protocol.adapter import Site
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Flow:
     """A batch part way through the model: before layer `layer`; `out` of the layer before is not added yet.
 
@@ -37,10 +38,16 @@ class Flow:
 
 
 class Decoder:
-    """A model on one device. `forward` writes the batch's keys and values into `kv` and keeps nothing else."""
+    """A model on one device, or one shard of it: `spec` is of what is here.
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, kv: KvCache) -> None:
+    `forward` writes the batch's keys and values into `kv` and keeps nothing else.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, ops: Ops, kv: KvCache, shards: Shards | None = None
+    ) -> None:
         self.spec = spec
+        self.shards = shards or Alone()
         self.weights = weights
         self.ops = ops
         self.kv = kv
@@ -59,7 +66,11 @@ class Decoder:
 
     def proceed(self, flow: Flow, lora: LoraBackend, plan: StepPlan | None, *, until: int) -> None:
         """Run the layers before layer `until`. Raises StepLost: the flow is void then."""
-        alone(self._layers(flow, Deltas(lora, plan), until))
+        self.run(flow, Deltas(lora, plan), until=until)
+
+    def run(self, flow: Flow, deltas: Deltas, *, until: int) -> None:
+        """Run the layers before layer `until`, with what `deltas` adds."""
+        alone(self._layers(flow, deltas, until))
 
     def _in_halves(self, batch: Batch, lora: LoraBackend, plan: StepPlan, cut: int) -> Tensor:
         """Two flows: while a delta of the one is on its way, the other computes."""
@@ -81,8 +92,10 @@ class Decoder:
             else:
                 x = ops.add_rms_norm(out, residual, layer.input_norm, eps)
             out = yield from self._attention(index, layer, x, flow.batch, deltas)
+            self.shards.sum(out)
             x = ops.add_rms_norm(out, residual, layer.post_norm, eps)
             out = yield from self._mlp(index, layer, x, deltas)
+            self.shards.sum(out)
         flow.layer, flow.out = until, out
 
     def finish(self, flow: Flow) -> Tensor:
@@ -92,6 +105,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """fp32 [rows, vocab] of some rows of what `forward` returned. `plan` counts these rows; raises StepLost."""
+        assert self.weights.lm_head is not None  # the head shard alone samples
         x = self.ops.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
         return alone(Deltas(lora, plan).linear(self.spec.num_layers, Site.LM_HEAD, x, self.weights.lm_head)).float()
 
@@ -109,16 +123,27 @@ class Decoder:
         spec, ops = self.spec, self.ops
         q, k, v = torch.split_with_sizes(qkv, (spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            width = -1 if spec.qk_norm == "full" else spec.head_dim
-            q = ops.rms_norm(q.reshape(-1, q.shape[-1] if width < 0 else width), layer.q_norm, spec.norm_eps)
-            k = ops.rms_norm(k.reshape(-1, k.shape[-1] if width < 0 else width), layer.k_norm, spec.norm_eps)
+            if spec.qk_norm == "full" and self.shards.cut.num_shards > 1:
+                q, k = self._norm_whole(q, layer.q_norm), self._norm_whole(k, layer.k_norm)
+            else:
+                width = -1 if spec.qk_norm == "full" else spec.head_dim
+                q = ops.rms_norm(q.reshape(-1, q.shape[-1] if width < 0 else width), layer.q_norm, spec.norm_eps)
+                k = ops.rms_norm(k.reshape(-1, k.shape[-1] if width < 0 else width), layer.k_norm, spec.norm_eps)
         if spec.clip_qkv is not None:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         return q.reshape(heads[0]), k.reshape(heads[1]), v.reshape(heads[1])
 
+    def _norm_whole(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The RMS norm of rows that are spread over the shards. Copies of KV heads are as many on every shard."""
+        wide = x.float()
+        mean = wide.square().mean(-1, keepdim=True)
+        self.shards.sum(mean)
+        scale = torch.rsqrt(mean / self.shards.cut.num_shards + self.spec.norm_eps)
+        return (wide * scale).to(x.dtype) * weight
+
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, deltas: Deltas) -> Turns[Tensor]:
         if not isinstance(layer.mlp, MlpWeights):
-            return (yield from moe_block(index, layer.mlp, x, self.ops, deltas))
+            return (yield from moe_block(index, layer.mlp, x, self.ops, deltas, self.shards))
         act = self.ops.silu_mul((yield from deltas.linear(index, Site.GATE_UP, x, layer.mlp.gate_up)))
         return (yield from deltas.linear(index, Site.DOWN, act, layer.mlp.down))

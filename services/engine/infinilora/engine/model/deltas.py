@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from infinilora.engine.lora.interface import LoraBackend, Routing, StepPlan, Ticket
+from infinilora.engine.lora.interface import LoraBackend, Routing, StepLost, StepPlan, Ticket
 from infinilora.engine.model.ops import Linear
 from infinilora.protocol.adapter import Site
 
@@ -85,3 +86,41 @@ class Deltas:
 
     def _stops(self, layer: int, site: Site) -> bool:
         return self._step is not None and self._step.adapts(layer, site)
+
+
+class CarriedDeltas(Deltas):
+    """A step on one shard of several: a delta that is lost ends no step, for the others wait in a sum.
+
+    From the loss on the step goes through without deltas, for nothing; `loss` says so at its end.
+    """
+
+    def __init__(self, lora: LoraBackend, plan: StepPlan | None) -> None:
+        super().__init__(lora, plan)
+        self.loss: StepLost | None = None
+
+    @override
+    def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Turns[Tensor]:
+        try:
+            return (yield from super().linear(layer, site, x, weight))
+        except StepLost as loss:
+            self._lose(loss)
+            return weight(x)
+
+    @override
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        try:
+            return super().embed(token_ids, table)
+        except StepLost as loss:
+            self._lose(loss)
+            return table[token_ids]
+
+    @override
+    def add(self, layer: int, site: Site, ticket: Ticket | None, y: Tensor) -> Turns[None]:
+        try:
+            yield from super().add(layer, site, None if self.loss else ticket, y)
+        except StepLost as loss:
+            self._lose(loss)
+
+    def _lose(self, loss: StepLost) -> None:
+        self.loss = loss
+        self._plan = None

@@ -1,6 +1,7 @@
 """A model's weights, fused and packed for one device: q, k, v in one matrix, gate and up in one.
 
-Knows which tensor is for what; knows nothing of files (checkpoint.py) or of how a product is computed (ops.py).
+Of a model that is cut, one shard's (cut.py). Knows which tensor is for what; knows nothing of files (checkpoint.py) or
+of how a product is computed (ops.py).
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from infinilora.engine.model import names
 from infinilora.engine.model.checkpoint import TensorSource
+from infinilora.engine.model.cut import Cut, CutTensors, local_spec
 from infinilora.engine.model.ops import Linear, Ops
 from infinilora.engine.model.spec import ModelSpec, MoeSpec
 
@@ -24,10 +26,14 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """A router, its experts, and the shared expert where there is one (`shared_gate` [h -> 1])."""
+    """A router, experts, and the shared expert where there is one (`shared_gate` [h -> 1]).
+
+    A shard has the experts from `first_expert` on; the router is the head's (None elsewhere).
+    """
 
     spec: MoeSpec
-    router: Linear
+    router: Linear | None
+    first_expert: int
     experts: tuple[MlpWeights, ...]
     shared: MlpWeights | None
     shared_gate: Linear | None
@@ -48,27 +54,33 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of it. cos and sin are fp32 [max_len, head_dim / 2]."""
+    """All of it. cos and sin are fp32 [max_len, head_dim / 2]. `lm_head` is the head shard's (None elsewhere)."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: Linear | None
     cos: Tensor
     sin: Tensor
 
 
-def load_weights(spec: ModelSpec, source: TensorSource, ops: Ops, *, max_len: int) -> ModelWeights:
-    """Read, fuse and pack every tensor; one layer's plain copies live at a time."""
-    reader = _Reader(spec, source, ops)
+def load_weights(
+    spec: ModelSpec, source: TensorSource, ops: Ops, *, max_len: int, cut: Cut | None = None
+) -> ModelWeights:
+    """Read, fuse and pack every tensor, or a shard's part of it; one layer's plain copies live at a time.
+
+    `spec` and `source` are of the whole model.
+    """
+    cut = cut or Cut()
+    reader = _Reader(local_spec(spec, cut), CutTensors(source, spec, cut), ops, cut)
     embed = reader.plain(names.EMBED)
-    head = source.get(names.EMBED if spec.tied_embeddings else names.LM_HEAD)
+    head = source.get(names.EMBED if spec.tied_embeddings else names.LM_HEAD) if cut.is_head else None
     cos, sin = rope_table(spec, max_len=max_len)
     return ModelWeights(
         embed=embed,
         layers=tuple(reader.layer(layer) for layer in range(spec.num_layers)),
         final_norm=reader.plain(names.FINAL_NORM),
-        lm_head=ops.linear(head),
+        lm_head=None if head is None else ops.linear(head),
         cos=cos.to(ops.device),
         sin=sin.to(ops.device),
     )
@@ -84,10 +96,11 @@ def rope_table(spec: ModelSpec, *, max_len: int) -> tuple[Tensor, Tensor]:
 class _Reader:
     """Turns named tensors into fused, packed weights."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, ops: Ops, cut: Cut) -> None:
         self._spec = spec
         self._source = source
         self._ops = ops
+        self._cut = cut
 
     def plain(self, name: str) -> Tensor:
         return self._source.get(name).to(self._ops.device, self._ops.dtype)
@@ -113,11 +126,12 @@ class _Reader:
         )
 
     def _moe(self, layer: int, moe: MoeSpec) -> MoeWeights:
-        block = f"{names.layer_prefix(layer)}.{moe.block}"
+        block, experts = f"{names.layer_prefix(layer)}.{moe.block}", self._cut.experts(moe)
         return MoeWeights(
             spec=moe,
-            router=self._fused(f"{block}.gate"),
-            experts=tuple(self._expert(layer, moe, e) for e in range(moe.num_experts)),
+            router=self._fused(f"{block}.gate") if self._cut.is_head else None,
+            first_expert=experts.start,
+            experts=tuple(self._expert(layer, moe, e) for e in experts),
             shared=self._mlp(f"{block}.shared_expert") if moe.shared_dim else None,
             shared_gate=self._fused(f"{block}.shared_expert_gate") if moe.shared_dim else None,
         )
