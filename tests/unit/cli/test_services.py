@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from infinilora.cli.services import Plan, services, stopping
+from infinilora.cli.stack import Stack
+from infinilora.protocol.errors import InvalidRequest
 
 
 def plan(
@@ -14,6 +16,7 @@ def plan(
     shape: str = "1x1",
     shard_ports: tuple[int, ...] = (),
     engine_ports: tuple[int, ...] = (3,),
+    engine_shards: str = "1",
 ) -> Plan:
     return Plan(
         model=Path("model"),
@@ -27,6 +30,7 @@ def plan(
         engine_ports=engine_ports,
         lora_server_port=4,
         lora_shape=shape,
+        engine_shards=engine_shards,
         shard_ports=shard_ports,
         shared={},
     )
@@ -75,3 +79,17 @@ def test_engines_are_programs_of_their_own_ids_and_ports_and_share_the_threads()
     told = [[p.env[f"INFINILORA_{k}"] for k in ("ENGINE_ID", "LISTEN", "THREADS")] for p in engines]
     assert told == [["engine-0", "127.0.0.1:3", "2"], ["engine-1", "127.0.0.1:8", "2"]]
     assert ["engine.1", "engine"] in stopping(p.name for p in services(plan(threads=5, engine_ports=(3, 8))))
+
+
+@pytest.mark.parametrize("asked", ["1", "2", "auto"])
+def test_an_engine_is_told_of_how_many_shards_it_is(asked: str) -> None:
+    (engine,) = [p for p in services(plan(threads=2, engine_shards=asked)) if p.name == "engine"]
+    assert engine.env["INFINILORA_ENGINE_SHARDS"] == asked
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "two", "", "1.5"])
+def test_a_number_of_engine_shards_that_is_none_is_refused_before_anything_starts(asked: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match=f"shards is '{asked}'; wanted a whole number of at least 1, or 'auto'"):
+        Stack(tmp_path / "var", model=str(tmp_path / "model"), engine_shards=asked)
