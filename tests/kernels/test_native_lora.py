@@ -1,5 +1,6 @@
 """Maths = reference = native, for every dtype, instruction set and thread count; and no other adapter passes."""
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -169,6 +170,28 @@ def test_an_embedding_adds_the_expanded_column_of_each_token(*, is_native: bool)
         kernels.embed(0, segment_table(segments), ids, out, accumulate=accumulate)
         assert largest_error(out, wanted + accumulate) < 1e-5
     assert np.abs(wanted[:2] - wanted[3:5]).max() > FAULT
+
+
+@pytest.mark.parametrize("first_in", [0, 3])
+def test_parts_of_the_input_sum_to_the_whole_delta_with_its_bias_once(first_in: int) -> None:
+    rng = torch.Generator().manual_seed(9)
+    (part,) = lora_maths.random_site(rng, (3,), (6,), in_dim=8)
+    bias = torch.arange(6.0)
+    biased = Part(part.a, part.bt, part.scale, 0, bias)
+    kernels, segments = SlotKernels(num_slots=1, num_layers=1), segment_table([(1, 2, 0)])
+    kernels.bind(0, 0, Site.O, (biased,), 8, 6)
+    x = torch.randn(4, 8, generator=rng)
+    out, whole = torch.ones(4, 5), torch.ones(4, 6)
+    edges = sorted({0, first_in, 8})
+    for begin, end in itertools.pairwise(edges):
+        kernels.dense_columns(0, Site.O, segments, x[:, begin:end], out, first=1, first_in=begin, accumulate=True)
+    kernels.dense(0, Site.O, segments, x, whole, accumulate=True)
+    wanted = 1 + biased.scale * (x.double() @ biased.a.double().T) @ biased.bt.double() + bias.double()
+    assert largest_error(out[1:3], wanted[1:3, 1:].numpy()) < 1e-5
+    assert torch.equal(out[[0, 3]], torch.ones(2, 5))
+    assert largest_error(whole[1:3], wanted[1:3].numpy()) < 1e-5
+    with pytest.raises(ValueError, match=r"found columns 3..10 -> columns 0..6; the site is 8 -> 6"):
+        kernels.dense_columns(0, Site.O, segments, torch.zeros(4, 7), whole, first=0, first_in=3)
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])

@@ -64,10 +64,16 @@ class Link:
         self.thread.start()
 
     def call(
-        self, step_id: int = 1, *, layer: int = 0, site: int = Site.O, out_slice: tuple[int, int] = (0, 0)
+        self,
+        step_id: int = 1,
+        *,
+        layer: int = 0,
+        site: int = Site.O,
+        out_slice: tuple[int, int] = (0, 0),
+        in_slice: tuple[int, int] = (0, 0),
     ) -> torch.Tensor:
-        out = torch.full((ROWS, COLS), torch.nan)
-        ticket = self.engine.submit(step_id, layer, site, torch.ones(ROWS, COLS), COLS, out_slice=out_slice)
+        out, x = torch.full((ROWS, COLS), torch.nan), torch.ones(ROWS, COLS)
+        ticket = self.engine.submit(step_id, layer, site, x, COLS, out_slice=out_slice, in_slice=in_slice)
         self.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
         return out
 
@@ -116,10 +122,32 @@ def test_a_grant_revoked_between_two_calls_of_a_step_refuses_the_second(link: Li
         link.call()
 
 
-def test_a_slice_of_a_site_is_refused_not_guessed(link: Link) -> None:
+@pytest.mark.parametrize(
+    ("site", "in_slice", "out_slice", "why"),
+    [
+        (Site.O, (0, 0), (0, 4), f"columns 0..4 came with room for {COLS}"),
+        (Site.O, (1, 4), (0, 0), f"inputs 1..4 came with {COLS}"),
+        (Site.MOE_DOWN, (0, COLS), (0, 0), "slice of site moe_down"),
+        (Site.EMBED, (0, 0), (0, COLS), "slice of site embed"),
+    ],
+)
+def test_a_slice_that_does_not_fit_its_call_or_site_is_refused_not_guessed(
+    link: Link, site: Site, in_slice: tuple[int, int], out_slice: tuple[int, int], why: str
+) -> None:
     link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
-    with pytest.raises(LinkRefused, match="whole sites"):
-        link.call(out_slice=(0, 4))
+    with pytest.raises(LinkRefused, match=why):
+        link.call(site=site, in_slice=in_slice, out_slice=out_slice)
+
+
+def test_the_inputs_that_an_engine_shard_has_give_their_part_of_the_delta_and_the_first_has_the_bias(
+    link: Link,
+) -> None:
+    a, bias = torch.arange(2.0 * COLS)[None], torch.full((COLS,), 0.5)
+    link.kernels.bind(1, 0, Site.DOWN, (Part(a, torch.ones(1, COLS), 1.0, 0, bias),), 2 * COLS, COLS)
+    for first, wanted in ((0, 28.5), (COLS, 92.0)):
+        link.engine.send_plan(1, [PlanSegment(1, 2, 1, 7)])
+        out = link.call(site=Site.DOWN, in_slice=(first, first + COLS))
+        assert out[:, 3].tolist() == [0.0, wanted, wanted, 0.0]
 
 
 def test_a_slice_of_lm_head_is_those_columns_of_it(link: Link) -> None:
