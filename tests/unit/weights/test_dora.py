@@ -204,7 +204,19 @@ def test_the_names_of_raw_state_dicts_are_read(name: str, tmp_path: Path) -> Non
     is_merged(outputs(tmp_path / "packed"), tensors, 2.0)
 
 
-def test_a_fused_module_gives_each_part_its_own_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "scales"),
+    [
+        ({"target_modules": ["qkv_proj"]}, {}),
+        (
+            {"alpha_pattern": {"k_proj": 1, "layers.1.self_attn.v_proj": 30}},
+            {"k_proj": 1, "layers.1.self_attn.v_proj": 30},
+        ),
+    ],
+)
+def test_a_fused_module_gives_each_part_its_own_rows(
+    said: dict[str, Any], scales: dict[str, float], tmp_path: Path
+) -> None:
     apart = dora(tmp_path / "a", targets=["q_proj", "k_proj", "v_proj"])
     tensors, fused = tensors_of(apart), dict[str, Array]()
     for layer in range(CARD.num_layers):
@@ -216,11 +228,16 @@ def test_a_fused_module_gives_each_part_its_own_rows(tmp_path: Path) -> None:
             parts = [tensors[name.format(part, half)] for part in ("q_proj", "k_proj", "v_proj")]
             fused[name.format("qkv_proj", half)] = np.concatenate(parts)
         fused[name.format("qkv_proj", "lora_A.weight")] = shared
-    config = msgspec.json.decode((apart / CONFIG_FILE).read_bytes()) | {"target_modules": ["qkv_proj"]}
-    (apart / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+    config = msgspec.json.decode((apart / CONFIG_FILE).read_bytes())
+    (apart / CONFIG_FILE).write_bytes(msgspec.json.encode(config | said))
     write_tensors(apart / TENSORS_FILE, fused)
     packed(apart, tmp_path / "packed")
-    is_merged(outputs(tmp_path / "packed"), tensors, 2.0)
+    found = outputs(tmp_path / "packed")
+    for module, output in found.items():
+        alpha = next((alpha for tail, alpha in scales.items() if module.endswith(tail)), config["lora_alpha"])
+        own = {key: tensor for key, tensor in tensors.items() if f"{module}." in key}
+        is_merged({module: output}, own, alpha / config["r"])
+    assert len(found) == 3 * CARD.num_layers
 
 
 def test_mlx_means_the_same(tmp_path: Path) -> None:
