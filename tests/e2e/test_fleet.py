@@ -118,9 +118,15 @@ async def build(stacks: StackFactory, root: Path) -> World:
     return World(stacks, api, oracle, adapter)
 
 
-async def test_an_engine_that_is_killed_or_hangs_loses_no_stream(stacks: StackFactory, tmp_path: Path) -> None:
+SOAK = pytest.param(10, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])
+
+
+@pytest.mark.parametrize("rounds", [1, SOAK])
+async def test_an_engine_that_is_killed_or_hangs_loses_no_stream(
+    stacks: StackFactory, tmp_path: Path, rounds: int
+) -> None:
     world = await build(stacks, tmp_path)
-    for number in (signal.SIGKILL, signal.SIGSTOP):
+    for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
         pid, before = stacks.stack.pid("engine.1"), await world.num_moved()
         assert pid is not None
 

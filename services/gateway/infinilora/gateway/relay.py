@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from infinilora.gateway.fleet import Engine, Fleet
+from infinilora.gateway.prefixes import Chain
 from infinilora.gateway.progress import Job, Progress
 from infinilora.protocol.errors import InfiniLoraError, Internal, Unavailable
 from infinilora.protocol.generate_pb2 import GenerateEvent
@@ -33,7 +34,9 @@ class Relay:
             if end := progress.lost_end():
                 yield end
                 return
-            engine = await self._next_engine(progress)
+            chain = progress.chain()
+            engine = await self._next_engine(progress, chain)
+            self._fleet.note_prefix(engine, chain)
             try:
                 async with aclosing(self._attempt(engine, progress)) as events:
                     async for event in events:
@@ -49,16 +52,15 @@ class Relay:
     async def _attempt(self, engine: Engine, progress: Progress) -> AsyncGenerator[GenerateEvent, None]:
         """One engine's events, noted; what it has computed by the end is remembered for those who come after."""
         request = progress.request(time.monotonic())
-        self._fleet.note_prefix(engine, progress.chain())
         async with aclosing(self._fleet.generate(engine, request, progress.job.deadline)) as events:
             async for event in events:
                 yield progress.note(event)
                 if event.HasField("finished"):
                     self._fleet.note_prefix(engine, progress.chain())
 
-    async def _next_engine(self, progress: Progress) -> Engine:
+    async def _next_engine(self, progress: Progress, chain: Chain) -> Engine:
         """The best engine not tried in this round; while patience lasts, one that comes or comes back."""
-        job, chain = progress.job, progress.chain()
+        job = progress.job
         while True:
             if engine := self._fleet.pick(job.base, job.digest, progress.failed, chain=chain):
                 return engine
