@@ -233,9 +233,9 @@ class _Reader:
         parts = [f"{holder}.{row.rpartition('.')[2]}" for row in rows] if len(rows) > 1 else [name]
         keys = self._rule_names(f"{name}.weight" if by_parameter else name, parts)
         in_dim, out_dim = self._base[rows[0]].in_dim, sum(self._base[row].out_dim for row in rows)
-        for (row, part), key in zip(self._cut(rows, b @ a), keys, strict=True):
-            rank = rank_of(self._config, key)
+        for rank in {rank_of(self._config, key) for key in keys}:
             _demand_shapes(name, a, b, (rank, in_dim), (out_dim, rank))
+        for (row, part), key in zip(self._cut(rows, b @ a), keys, strict=True):
             yield row, scale_of(self._config, key) * part
 
     def _rows(self, module: str) -> list[str]:
@@ -274,9 +274,9 @@ class _Reader:
             out_dim = sum(self._base[row].out_dim for row in rows)
             parts = [f"{experts}.{expert}.{row.rpartition('.')[2]}" for row in rows]
             keys = self._rule_names(name, parts)
-            for (row, part), key in zip(self._cut(rows, one_b @ one_a), keys, strict=True):
-                rank = rank_of(self._config, key)
+            for rank in {rank_of(self._config, key) for key in keys}:
                 _demand_shapes(name, one_a, one_b, (rank, self._base[rows[0]].in_dim), (out_dim, rank))
+            for (row, part), key in zip(self._cut(rows, one_b @ one_a), keys, strict=True):
                 yield row, scale_of(self._config, key) * part
 
     def _fused(self, name: str, module: str, a: Array, b: Array) -> _Fused:
