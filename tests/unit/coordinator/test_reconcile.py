@@ -19,6 +19,7 @@ from infinilora.protocol.control import (
     Beat,
     Command,
     CommandReply,
+    Death,
     Drain,
     Evict,
     GroupLoad,
@@ -42,6 +43,7 @@ from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
+INTERVAL_S = 0.04
 POLICY = Policy(
     reconcile_s=60,
     heat_half_life_s=60,
@@ -62,7 +64,10 @@ def stamp(name: str) -> Stamp:
 class World:
     """A store, a bus, LoRA servers that beat, and one coordinator's reconciler."""
 
-    def __init__(self, store: MemoryStore, bus: MemoryBus, members: Members, blobs: DirectoryBlobs) -> None:
+    def __init__(
+        self, store: MemoryStore, bus: MemoryBus, members: Members, blobs: DirectoryBlobs, clock: "Clock"
+    ) -> None:
+        self.clock = clock
         self.store = store
         self.bus = bus
         self.members = members
@@ -153,9 +158,9 @@ class InterruptedBus(MemoryBus):
 async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
     store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
     with TemporaryDirectory() as root:
-        async with Members(bus, interval_s=0.04, clock=clock) as members:
+        async with Members(bus, interval_s=INTERVAL_S, clock=clock) as members:
             clock.now += 1  # the frozen start is over
-            yield World(store, bus, members, DirectoryBlobs(Path(root)))
+            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock)
 
 
 async def test_the_leader_writes_and_tells_what_should_be_where() -> None:
@@ -321,6 +326,23 @@ async def test_a_leader_that_was_stopped_before_its_first_write_writes_nothing_w
         assert world.leadership.holding == 1
         await world.reconciler.round()
         assert await world.placement() is None
+
+
+async def test_a_death_that_no_leader_said_is_said_by_the_next_and_once() -> None:
+    async with a_world() as world:
+        deaths = world.bus.subscribe(subjects.DEATHS, Death)
+        await world.beat("g1")
+        for _ in range(8):  # four beats
+            world.clock.now += INTERVAL_S / 2
+            await world.beat("g2")
+        await eventually(lambda: [m.health for m in world.members.all()] == ["dead", "alive"], "one is dead")
+        await world.reconciler.round()
+        assert deaths.pop_all() == [], "who stands by says nothing"
+        await world.leadership.step()
+        for _ in range(2):
+            await world.beat("g2")
+            await world.reconciler.round()
+        assert deaths.pop_all() == [Death(kind="lora-server", id="g1-0", incarnation="x", epoch=1)]
 
 
 async def test_an_adapter_moves_only_after_its_new_group_has_it() -> None:

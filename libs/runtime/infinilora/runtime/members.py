@@ -172,7 +172,7 @@ class Members:
                     for beat in subscription.pop_all():
                         self._tell(self._view.hear(beat, now))
                 for death in deaths.pop_all():
-                    self._bury(death)
+                    self.bury(death)
                 self._tell(self._view.sweep(now))
                 if self._view.wants_proof:
                     await self._prove()
@@ -181,8 +181,8 @@ class Members:
             for subscription in subscriptions:
                 subscription.close()
 
-    def _bury(self, death: Death) -> None:
-        """Unless whoever says so leads no more."""
+    def bury(self, death: Death) -> None:
+        """This life is over; unless whoever says so leads no more."""
         if death.epoch >= self._epoch:
             self._epoch = death.epoch
             self._tell(self._view.bury(death.kind, death.id, death.incarnation))

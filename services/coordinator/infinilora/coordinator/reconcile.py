@@ -117,13 +117,21 @@ class Reconciler:
                 self._kicked.clear()
 
     async def follow_members(self) -> None:
-        """Every change is a reason to look. A death that this process sees while it leads is everybody's."""
+        """Every change is a reason to look; a death is said at once."""
         async for change in self._members.changes():
             self._kicked.set()
-            epoch, beat = self._leadership.holding, change.member.beat
-            if change.kind == "dead" and epoch is not None and not change.member.is_buried:
+            epoch = self._leadership.holding
+            if change.kind == "dead" and epoch is not None:
+                await self._say_deaths(epoch)
+
+    async def _say_deaths(self, epoch: int) -> None:
+        """Those that nobody has said yet: an earlier leader may have been gone by then."""
+        for member in self._members.all():
+            beat = member.beat
+            if member.health == "dead" and not member.is_buried:
                 logger.warning("dead", extra={"kind": beat.kind, "id": beat.id, "incarnation": beat.incarnation})
                 death = Death(kind=beat.kind, id=beat.id, incarnation=beat.incarnation, epoch=epoch)
+                self._members.bury(death)
                 await self._bus.publish(subjects.DEATHS, death)
 
     async def follow_adapters(self) -> None:
@@ -139,6 +147,7 @@ class Reconciler:
             if epoch is None:
                 self._plans = {}
             elif not self._members.is_frozen:
+                await self._say_deaths(epoch)
                 for base in sorted(self._bases()):
                     await self._reconcile(base, epoch)
                 await self.drains.round(self._heads("starting", "ready", "draining"), self._tables(), epoch)
