@@ -22,6 +22,16 @@ struct LinearChunk {
   int32_t row, rows, panel, panels;
 };
 
+// Memory that is read soon: `rows` runs of row_bytes, `stride` bytes apart. Any address is allowed.
+struct Region {
+  const void* start;
+  int64_t stride;
+  int32_t rows, row_bytes;
+};
+
+// Rows from which on expand reads Bt in panels of columns, which it asks for so many bytes ahead; fewer read it by rows.
+constexpr int kLeastTiled = 5, kAheadBytes = 512;  // of 5, 9, 17 and 256, 512 the best on a Zen 5 core, 2026-11-30
+
 // v[i, rank] = x[i] . a[rank], for rows [0, rows) and ranks [rank, rank + ranks).
 struct ShrinkChunk {
   const float* const* x;  // one pointer for each row
@@ -30,7 +40,7 @@ struct ShrinkChunk {
   int64_t v_stride;
   int32_t in;
   int32_t rows, rank, ranks;
-  const void* next;       // what will be read after this: its first bytes are fetched in time
+  Region next;            // asked for while the last of A is worked on
 };
 
 // out[i, c] (+)= sum over ranks of v[i, rank] * bt[rank, c], for rows [0, rows), c in [column, column + columns).
@@ -44,6 +54,7 @@ struct ExpandChunk {
   int32_t rank;
   int32_t rows, column, columns;
   bool accumulate;
+  Region next;           // asked for while the last of Bt is worked on
 };
 
 // One run of query rows of one sequence against one key/value head.

@@ -16,8 +16,6 @@
 namespace il {
 namespace {
 
-size_t width(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
-
 const void* element(const void* weights, int64_t index, int32_t dtype) {
   return static_cast<const char*>(weights) + static_cast<size_t>(index) * width(dtype);
 }

@@ -91,7 +91,7 @@ int32_t il_lora_embed(const il_launch* launch, const int32_t* token_ids, float* 
   for (int g = 0; g < batch.count; ++g) {
     const Group& group = batch.list[g];
     pick_columns(group, token_ids + l.segments[group.segment].row_start);
-    expand(group, 0, group.rows, 0, group.columns, l.accumulate != 0);
+    expand(group, 0, group.rows, 0, group.columns, l.accumulate != 0, {});
   }
   return 0;
 }

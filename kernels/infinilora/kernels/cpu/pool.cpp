@@ -119,14 +119,14 @@ void* work(void* argument) {
   }
 }
 
-void announce() {
+void announce(bool wake) {
   pool.ticket.fetch_add(1, std::memory_order_seq_cst);
-  if (pool.sleeping_workers.load(std::memory_order_seq_cst)) futex_wake(pool.ticket);
+  if (wake && pool.sleeping_workers.load(std::memory_order_seq_cst)) futex_wake(pool.ticket);
 }
 
 void stop_workers() {
   pool.stop.store(true, std::memory_order_release);
-  announce();
+  announce(true);
   for (int i = 0; i < pool.num_workers; ++i) pthread_join(pool.workers[i], nullptr);
   pool.num_workers = 0;
   pool.stop.store(false, std::memory_order_release);
@@ -157,11 +157,7 @@ void run_alone(int num_chunks, const void* data, RunChunk run) {
   for (int chunk = 0; chunk < num_chunks; ++chunk) run(data, chunk, 0);
 }
 
-}  // namespace
-
-int num_threads() { return pool.num_workers + 1; }
-
-void parallel_for(int num_chunks, const void* data, RunChunk run) {
+void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
   bool alone = num_chunks <= 1 || pool.num_workers == 0 || in_job;
   if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) return run_alone(num_chunks, data, run);
 
@@ -171,12 +167,20 @@ void parallel_for(int num_chunks, const void* data, RunChunk run) {
   pool.left.store(num_chunks, std::memory_order_relaxed);
   uint64_t number = (pool.work.load(std::memory_order_relaxed) >> 32) + 1;
   pool.work.store(number << 32 | static_cast<uint32_t>(num_chunks), std::memory_order_release);
-  announce();
+  announce(wake);
   take_chunks(0);
   wait_until(pool.left, pool.sleeping_caller, pool.spin_ns.load(std::memory_order_relaxed),
              [] { return pool.left.load(std::memory_order_acquire) == 0; });
   pthread_mutex_unlock(&pool.caller_lock);
 }
+
+}  // namespace
+
+int num_threads() { return pool.num_workers + 1; }
+
+void parallel_for(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, true); }
+
+void parallel_for_awake(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, false); }
 
 namespace {
 

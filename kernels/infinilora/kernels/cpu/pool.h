@@ -19,10 +19,13 @@ using RunChunk = void (*)(const void* job, int chunk, int thread);
 // with another caller's job, or inside one, the caller runs its chunks alone.
 void parallel_for(int num_chunks, const void* job, RunChunk run);
 
+// The same by those workers only that are awake: for a job that is over before a sleeping one had come.
+void parallel_for_awake(int num_chunks, const void* job, RunChunk run);
+
 // `body(chunk, thread)` for each chunk.
 template <class Body>
-void parallel_chunks(int num_chunks, const Body& body) {
-  parallel_for(num_chunks, &body, [](const void* job, int chunk, int thread) {
+void parallel_chunks(int num_chunks, const Body& body, bool wake = true) {
+  (wake ? parallel_for : parallel_for_awake)(num_chunks, &body, [](const void* job, int chunk, int thread) {
     (*static_cast<const Body*>(job))(chunk, thread);
   });
 }
