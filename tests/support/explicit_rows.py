@@ -39,7 +39,7 @@ def tables_of(directory: Path, base: Tables, *, is_tied: bool) -> Tables:
     if not is_tied and _tokens(config, "lm_head") and _tokens_key("lm_head") not in held:
         raise NoMeaningError("tokens of the head were trained, and are not there")
     if is_tied:
-        _check_tied(config, held)
+        _check_tied(config, held, base)
         tokens = held.get(_tokens_key("embed_tokens"))
         if tokens is not None:
             made["lm_head"] = made["embed_tokens"].copy()
@@ -97,11 +97,12 @@ def _lora(name: str, config: dict[str, Any], held: dict[str, Array]) -> Array | 
     return delta.T if name == "embed_tokens" else delta
 
 
-def _check_tied(config: dict[str, Any], held: dict[str, Array]) -> None:
+def _check_tied(config: dict[str, Any], held: dict[str, Array], base: Tables) -> None:
     wholes = {name: held.get(f"{NAMES[name]}.weight") for name in NAMES}
     present = {name: table for name, table in wholes.items() if table is not None}
     saved = {name for name in NAMES if any(NAMES[name].endswith(key) for key in config.get("modules_to_save") or ())}
-    if present and (present.keys() - saved or config.get("ensure_weight_tying")):
+    moved = {name for name, table in present.items() if not np.array_equal(table, getattr(base, name))}
+    if present and (moved - saved or config.get("ensure_weight_tying")):
         one, other = wholes.values()
         if one is None or other is None or not np.array_equal(one, other):
             raise NoMeaningError("one table of two that are one")

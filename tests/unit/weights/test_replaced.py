@@ -43,8 +43,15 @@ class Trained:
         self.base = AskedBase(model.directory, root)
         self.directory = root / "adapter"
 
-    def train(self, *, also: tuple[str, ...] = (), dtype: torch.dtype = torch.float32, **settings: Any) -> "Trained":
-        """Every trained parameter moves in some rows."""
+    def train(
+        self,
+        *,
+        also: tuple[str, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        saves_tables: bool = False,
+        **settings: Any,
+    ) -> "Trained":
+        """Every trained parameter moves in some rows. `saves_tables`: with `save_embedding_layers=True`."""
         fresh = make_tiny_model(self.model.name, self.root / "fresh").hf
         config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", *also], task_type="CAUSAL_LM", **settings)
         dice = torch.Generator().manual_seed(3)
@@ -56,7 +63,7 @@ class Trained:
                     if parameter.requires_grad:
                         rows = slice(40, 44) if len(parameter) == 128 and "lora" not in name else slice(None)
                         parameter[rows] += torch.randn(parameter[rows].shape, generator=dice) * 0.3
-            peft.save_pretrained(self.directory)
+            peft.save_pretrained(self.directory, save_embedding_layers=True if saves_tables else "auto")
         if dtype is not torch.float32:
             self.change(lambda tensors: tensors.update({key: t.to(dtype) for key, t in tensors.items()}))
         return self
@@ -129,6 +136,25 @@ UNTIED: dict[str, dict[str, Any]] = {
     "tokens, and LoRA on the head": {"trainable_token_indices": [3], "also": ("lm_head",)},
     "tokens, and the head": {"trainable_token_indices": [3], "modules_to_save": ["lm_head"]},
 }
+WITH_TABLES = [
+    ("llama", "tokens"),
+    ("llama", "tokens of both"),
+    ("llama", "the head"),
+    ("llama-tied", "embedding and head"),
+    ("llama-tied", "the embedding"),
+    ("llama-tied", "the head"),
+    ("llama-tied", "LoRA on the head, an embedding"),
+    ("llama-tied", "tables that shall be tied"),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), WITH_TABLES)
+def test_all_that_peft_saves_of_the_tables_is_read(trained: Callable[[str], Trained], name: str, case: str) -> None:
+    adapter = trained(name).train(saves_tables=True, **(SERVED | UNTIED)[case])
+    held = load_file(adapter.directory / "adapter_model.safetensors")
+    assert [key for key in held if key.endswith((".original_module.weight", "base_layer.weight"))]
+    for mine, theirs in zip(adapter.tables_packed(), adapter.tables_of_peft(), strict=True):
+        assert np.abs(mine - theirs).max() < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -260,6 +286,24 @@ UNTOLD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         },
         {"trainable_token_indices": [1], "target_modules": ["q_proj", "embed_tokens"]},
         "beside LoRA on it",
+    ),
+    "a whole that is told in two ways": (
+        "llama",
+        {f"{HEAD}.weight": whole(1, 128, 32), f"{HEAD}.modules_to_save.weight": whole(2, 128, 32)},
+        {"modules_to_save": ["lm_head"]},
+        "two tables of one module",
+    ),
+    "a whole by its inner name only": (
+        "llama",
+        {f"{HEAD}.modules_to_save.weight": whole(2, 128, 32)},
+        {},
+        "a name of a whole module that PEFT does not load",
+    ),
+    "the whole of another base": (
+        "llama",
+        {f"{HEAD}.weight": whole(1, 128, 32), f"{HEAD}.original_module.weight": whole(2, 128, 32)},
+        {"modules_to_save": ["lm_head"]},
+        "original_module.weight: found a table .*not llama's own",
     ),
     "another prefix": ("llama", {"lm_head.weight": whole(1, 128, 32)}, {}, "names that begin with"),
     "another place of the layers": (

@@ -1,7 +1,13 @@
-"""Copies of the base's own tables, which PEFT saves beside LoRA on an embedding or a head: compared, then left out.
+"""Copies of tables, which PEFT saves beside what it trained of an embedding or a head: compared, then left out.
 
-A copy that is the base's is no part of the adapter. One that is not was trained, or grown, or is of another base:
-without it the adapter would be half served. The base card has a hash of each table, so no weights are needed here.
+    ...MODULE.base_layer.weight                  the base's own, beside LoRA
+    ...MODULE.token_adapter.base_layer.weight    the base's own, beside trained tokens
+    ...MODULE.original_module.weight             the base's own, beside a table of modules_to_save
+    ...MODULE.modules_to_save[.ADAPTER].weight   the trained table a second time, beside ...MODULE.weight
+
+The last three come with `save_embedding_layers=True`, which PEFT takes for granted where the vocabulary grew. A copy
+that is the base's is no part of the adapter. One that is not was trained, or grown, or is of another base: without it
+the adapter would be half served. The base card has a hash of each table, so no weights are needed here.
 """
 
 import hashlib
@@ -14,17 +20,20 @@ from infinilora.protocol.adapter import BaseCard, Table
 from infinilora.weights.names import canonical
 from infinilora.weights.pissa import Began
 from infinilora.weights.refuse import invalid
-from infinilora.weights.spelling import OneSpelling
+from infinilora.weights.spelling import OneSpelling, plain_module
 from infinilora.weights.tensorfile import NUMPY_DTYPES, Array, TensorFile
 
-_COPY = re.compile(r"(?P<module>.+)\.base_layer\.weight\Z")
+_COPY = re.compile(r"(?P<module>.+?)\.((token_adapter\.)?base_layer|original_module)\.weight\Z")
+_AGAIN = re.compile(r"(?P<module>.+)\.modules_to_save(\.[^.]+)?\.weight\Z")
 _CHUNK_VALUES = 1 << 20
 
 
 def without_copies(file: TensorFile, card: BaseCard, spelling: OneSpelling) -> TensorFile:
-    """The file without its copies of the base's tables. Raises AdapterInvalid where one differs from the base's."""
+    """The file without its copies of tables. Raises AdapterInvalid where one differs from what it should be."""
     kept = {}
     for key, info in file.tensors.items():
+        if _is_said_again(file, card, key):
+            continue
         found = _COPY.match(key)
         table = card.tables.get(canonical(spelling.module(key, found["module"]))) if found else None
         if table is None:
@@ -33,6 +42,17 @@ def without_copies(file: TensorFile, card: BaseCard, spelling: OneSpelling) -> T
             found_table = f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own"
             raise invalid(file.name, f"tensor {key}", found=found_table, wanted=_wanted(file, table))
     return replace(file, tensors=kept)
+
+
+def _is_said_again(file: TensorFile, card: BaseCard, key: str) -> bool:
+    """Whether a tensor is a trained table by its second name. Raises AdapterInvalid where the two differ."""
+    found = _AGAIN.match(key)
+    first = f"{found['module']}.weight" if found else ""
+    if not found or first not in file.tensors or canonical(plain_module(found["module"])[0]) not in card.tables:
+        return False
+    if not np.array_equal(file.read(first), file.read(key)):
+        raise invalid(file.name, f"tensors {first} and {key}", found="two tables of one module", wanted="one, or equal")
+    return True
 
 
 def _wanted(file: TensorFile, table: Table) -> str:

@@ -35,6 +35,10 @@ from infinilora.weights.tensorfile import NUMPY_DTYPES, Array
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
 
 _PEFT_KEY = re.compile(r"(?P<module>.+?)\.lora_(?P<half>[AB])(\.(?!weight$)[^.]+)?(\.weight)?$")
+_ADDS_NOTHING = (".base_layer.weight", ".original_module.weight")
+"""What copies of weights of the base end in."""
+_SAID_AGAIN = re.compile(r"\.modules_to_save(\.[^.]+)?\.weight$")
+"""What a table ends in that has a shorter name as well."""
 _TABLE_KEY = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?$")
 _BIAS_KEY = re.compile(r"(?P<module>.+?)\.lora_B(\.[^.]+)?\.(?P<half>bias)$")
 _MAGNITUDE_KEY = re.compile(r"(?P<module>.+?)\.lora_magnitude_vector(\.(?!weight$)[^.]+)?(\.weight)?$")
@@ -154,7 +158,7 @@ class Original:
     def _find_pairs(self) -> dict[str, dict[str, str]]:
         pairs = defaultdict[str, dict[str, str]](dict)
         for key in self._header:
-            if key.endswith(".base_layer.weight"):  # a copy of a weight of the base: it adds nothing
+            if key.endswith(_ADDS_NOTHING) or _SAID_AGAIN.search(key):
                 continue
             if not self._is_mlx and is_of_rows(key):
                 continue

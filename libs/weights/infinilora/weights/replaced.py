@@ -221,7 +221,8 @@ class Replaced:
 
     def _check_tied(self, adapted: Mapping[PartKey, object]) -> None:
         """Of a tied base: what PEFT reads in one way only."""
-        unnamed = self.tables.keys() - {_meant(name) for name in self.config.modules_to_save}
+        named = {_meant(name) for name in self.config.modules_to_save}
+        unnamed = [module for module in self.tables.keys() - named if not self._is_the_bases(module)]
         if self.tables and (unnamed or self.config.ensure_weight_tying):
             both = [self.file.read(key) for _, key in sorted(self.tables.items())]
             if len(both) != 2 or not np.array_equal(both[0], both[1]):
