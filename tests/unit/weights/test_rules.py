@@ -12,6 +12,7 @@ from infinilora.weights.rules import LoraRules, rules_of
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+MANY = {f"model.layers.{layer}.self_attn.q_proj": 3 for layer in range(2049)}
 
 
 def rules(**config: Any) -> LoraRules:
@@ -119,6 +120,9 @@ def test_targets_are_those_of_peft(config: dict[str, Any], module: str, target: 
         ({"rank_pattern": {"q_proj": -1}}, ["rank q_proj"]),
         ({"rank_pattern": {"(q_proj": 4}}, ["(q_proj", "found missing ), unterminated subpattern; wanted a regular"]),
         ({"target_modules": "(q_proj"}, ["(q_proj", "regular expression"]),
+        ({"rank_pattern": MANY}, ["rank_pattern and alpha_pattern: found 2049 patterns; wanted at most 2048"]),
+        ({"alpha_pattern": MANY}, ["rank_pattern and alpha_pattern: found 2049 patterns; wanted at most 2048"]),
+        ({"layers_pattern": list(MANY)}, ["layers_pattern: found 2049 patterns; wanted at most 2048"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_its_key(config: dict[str, Any], names: list[str]) -> None:
@@ -202,3 +206,9 @@ def test_many_questions_do_not_use_up_the_time_of_one() -> None:
     asked = rules(rank_pattern={f"layers.{layer}.self_attn.q_proj": 3 for layer in range(300)})
     names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(300)]
     assert {asked.rank(name) for name in names * 3} == {3}
+
+
+def test_as_many_patterns_as_there_may_be_are_held_against_as_many_modules() -> None:
+    names = list(MANY)[:2048]
+    asked = rules(rank_pattern=dict.fromkeys(names, 3), alpha_pattern=dict.fromkeys(names, 6))
+    assert {asked.terms(name) for name in names[-700:]} == {(3, 2.0)}

@@ -24,6 +24,8 @@ _LAYER = (r"(?:^|.*?\.){}\.(?P<layer>\d+)\.", r"(?:^|.*\.){}\.(?P<layer>\d+)\.")
 _ANY_LIST = "[^.]*"
 _MAX_RANK = 1 << 20
 _MAX_ALPHA = 3e38
+MAX_PATTERNS = 2048
+"""One for each projection of the longest Llama is 882. Each is compiled, and held against every module."""
 
 
 class Terms(NamedTuple):
@@ -228,7 +230,11 @@ def checked_rules(config: LoraConfig, *, others: tuple[Reading, ...] = ()) -> Lo
         if not abs(alpha) <= _MAX_ALPHA:
             raise invalid(CONFIG_FILE, f"alpha {key:.200}", found=alpha, wanted="a finite number of single precision")
     matcher = Matcher(CONFIG_FILE)
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+    patterns = dict.fromkeys([*config.rank_pattern, *config.alpha_pattern])
+    for key, count in (("rank_pattern and alpha_pattern", len(patterns)), ("layers_pattern", len(_layer_lists(config)))):
+        if count > MAX_PATTERNS:
+            raise invalid(CONFIG_FILE, key, found=f"{count} patterns", wanted=f"at most {MAX_PATTERNS}")
+    for pattern in patterns:
         matcher.check(pattern, reading.form)
     for targets in (config.target_modules, config.exclude_modules):
         if isinstance(targets, str):
