@@ -231,7 +231,10 @@ def checked_rules(config: LoraConfig, *, others: tuple[Reading, ...] = ()) -> Lo
             raise invalid(CONFIG_FILE, f"alpha {key:.200}", found=alpha, wanted="a finite number of single precision")
     matcher = Matcher(CONFIG_FILE)
     patterns = dict.fromkeys([*config.rank_pattern, *config.alpha_pattern])
-    for key, count in (("rank_pattern and alpha_pattern", len(patterns)), ("layers_pattern", len(_layer_lists(config)))):
+    for key, count in (
+        ("rank_pattern and alpha_pattern", len(patterns)),
+        ("layers_pattern", len(_layer_lists(config))),
+    ):
         if count > MAX_PATTERNS:
             raise invalid(CONFIG_FILE, key, found=f"{count} patterns", wanted=f"at most {MAX_PATTERNS}")
     for pattern in patterns:
