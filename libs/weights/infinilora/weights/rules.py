@@ -229,21 +229,25 @@ def checked_rules(config: LoraConfig, *, others: tuple[Reading, ...] = ()) -> Lo
     for key, alpha in [("lora_alpha", config.lora_alpha), *config.alpha_pattern.items()]:
         if not abs(alpha) <= _MAX_ALPHA:
             raise invalid(CONFIG_FILE, f"alpha {key:.200}", found=alpha, wanted="a finite number of single precision")
+    matcher = _checked_patterns(config, reading)
+    has_patterns = config.rank_pattern or config.alpha_pattern
+    return LoraRules(config, matcher, reading, others if has_patterns else ())
+
+
+def _checked_patterns(config: LoraConfig, reading: Reading) -> Matcher:
+    """A matcher that has seen all patterns, which are regular expressions, and not too many."""
     matcher = Matcher(CONFIG_FILE)
-    patterns = dict.fromkeys([*config.rank_pattern, *config.alpha_pattern])
-    for key, count in (
-        ("rank_pattern and alpha_pattern", len(patterns)),
-        ("layers_pattern", len(_layer_lists(config))),
-    ):
-        if count > MAX_PATTERNS:
-            raise invalid(CONFIG_FILE, key, found=f"{count} patterns", wanted=f"at most {MAX_PATTERNS}")
-    for pattern in patterns:
+    scaling, lists = dict.fromkeys([*config.rank_pattern, *config.alpha_pattern]), _layer_lists(config)
+    for key, patterns in (("rank_pattern and alpha_pattern", scaling), ("layers_pattern", lists)):
+        if len(patterns) > MAX_PATTERNS:
+            found = f"{len(patterns)} patterns"
+            raise invalid(CONFIG_FILE, key, found=found, wanted=f"at most {MAX_PATTERNS}")
+    for pattern in scaling:
         matcher.check(pattern, reading.form)
     for targets in (config.target_modules, config.exclude_modules):
         if isinstance(targets, str):
             matcher.check(targets)
-    for pattern in _layer_lists(config):
+    for pattern in lists:
         for form in _LAYER:
             matcher.check(pattern, form)
-    has_patterns = config.rank_pattern or config.alpha_pattern
-    return LoraRules(config, matcher, reading, others if has_patterns else ())
+    return matcher
