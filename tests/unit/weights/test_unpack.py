@@ -80,6 +80,17 @@ SIDE_FILES = (
 )
 
 
+def test_a_directory_may_be_packed_from_within(tmp_path: Path) -> None:
+    """As `tar -C DIR .` does it."""
+    for name, data in GOOD:
+        (tmp_path / name).write_bytes(data)
+    buffer, target = io.BytesIO(), tmp_path / "out"
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(tmp_path, arcname=".")
+    target.mkdir()
+    assert content(unpack_file(buffer, target, LIMITS)) == dict(GOOD)
+
+
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
 def test_only_what_is_needed_is_taken_from_the_topmost_directory(tmp_path: Path, pack: Pack) -> None:
     members = (*SIDE_FILES, *((f"run/{name}", data) for name, data in GOOD))

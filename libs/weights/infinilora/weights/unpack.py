@@ -191,7 +191,8 @@ class _Opener(NamedTuple):
 def _keep(entry: _Entry, picker: Picker) -> None:
     if entry.kind == "directory":
         picker.count()
-        check_path(entry.name)
+        if PurePosixPath(entry.name).parts:  # none: `.`, which `tar -C DIR .` begins with
+            check_path(entry.name)
         return
     if entry.kind != "file":
         raise InvalidRequest(f"archive entry {entry.name[:80]!r} is a {entry.kind}; wanted plain files", param="files")
