@@ -32,6 +32,8 @@ def tables_of(directory: Path, base: Tables, *, is_tied: bool) -> Tables:
     """The tables that a model has with this adapter. Raises NoMeaningError."""
     config = json.loads((directory / "adapter_config.json").read_text())
     held = {key: t.double().numpy() for key, t in load_file(directory / "adapter_model.safetensors").items()}
+    if is_tied and _head_repeats(config, held):
+        del held[_tokens_key("lm_head")]
     for key in config.get("modules_to_save") or ():
         if not any(name.endswith(key) for name in NAMES.values()):
             raise NoMeaningError(f"{key} is another module")
@@ -44,6 +46,13 @@ def tables_of(directory: Path, base: Tables, *, is_tied: bool) -> Tables:
         if tokens is not None:
             made["lm_head"] = made["embed_tokens"].copy()
     return Tables(**made)
+
+
+def _head_repeats(config: dict[str, Any], held: dict[str, Array]) -> bool:
+    """Whether one pair of tables was saved by both its names."""
+    embedding, head = (held.get(_tokens_key(name)) for name in NAMES)
+    is_alike = embedding is not None and head is not None and np.array_equal(embedding, head)
+    return is_alike and _tokens(config, "lm_head") in (None, _tokens(config, "embed_tokens"))
 
 
 def _tokens_key(name: str) -> str:

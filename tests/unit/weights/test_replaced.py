@@ -145,6 +145,9 @@ WITH_TABLES = [
     ("llama-tied", "the head"),
     ("llama-tied", "LoRA on the head, an embedding"),
     ("llama-tied", "tables that shall be tied"),
+    ("llama-tied", "tokens"),
+    ("llama-tied", "tokens of both, alike"),
+    ("llama-tied", "tokens of tables that shall be tied"),
 ]
 
 
@@ -351,6 +354,18 @@ UNTOLD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {f"{EMBED}.{DELTA}": whole(1, 1, 32), f"{HEAD}.{DELTA}": whole(1, 1, 32)},
         {"trainable_token_indices": {"embed_tokens": [1], "lm_head": [2]}},
         "ties to its head, and a head of its own",
+    ),
+    "tokens of both of a tied pair, unlike": (
+        "llama-tied",
+        {f"{EMBED}.{DELTA}": whole(1, 1, 32), f"{HEAD}.{DELTA}": whole(2, 1, 32)},
+        {"trainable_token_indices": [1]},
+        "trainable_token_indices of lm_head: found no tokens",
+    ),
+    "tokens of both of a pair that is not tied": (
+        "llama",
+        {f"{EMBED}.{DELTA}": whole(1, 1, 32), f"{HEAD}.{DELTA}": whole(1, 1, 32)},
+        {"trainable_token_indices": [1]},
+        "trainable_token_indices of lm_head: found no tokens",
     ),
     "tokens of a head that is not tied, without a tensor": (
         "llama",

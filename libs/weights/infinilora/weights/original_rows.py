@@ -61,6 +61,8 @@ class Rows:
         for key, found in self._keys.items():
             module = _MODULES[found["table"]]
             kind = "changed" if found["whole"] else "rows"
+            if self._is_tied and module == "lm_head" and kind == "rows" and self._repeats(read, key):
+                continue
             if (kind, module) in self._bases:
                 numbers, base = self._bases[kind, module]
                 tensor = read(key)
@@ -73,6 +75,11 @@ class Rows:
                 raise Internal(
                     f"self-test: tensor {key}: found rows that nobody was asked about; wanted the base's own"
                 )
+
+    def _repeats(self, read: Read, head: str) -> bool:
+        """Whether a tied head's rows are those of the embedding, which has said already what they add."""
+        first = [key for key, found in self._keys.items() if found["table"] == "embed_tokens" and not found["whole"]]
+        return bool(first) and np.array_equal(read(first[0]), read(head))
 
     def _term(self, module: str, numbers: Array, added: Array) -> RowTerm:
         places = np.zeros((len(numbers), self._card.vocab_size))

@@ -141,14 +141,10 @@ class Replaced:
     def _check_tokens(self) -> None:
         for module, key in self.tokens.items():
             rows, indices = self.file.tensors[key].shape[0], self.indices.get(module)
+            if indices is None and module == HEAD and self._head_repeats:
+                continue
             if indices is None or len(indices) != rows:
-                found = "no tokens" if indices is None else f"{len(indices)} tokens"
-                raise invalid(
-                    CONFIG_FILE,
-                    f"trainable_token_indices of {module}",
-                    found=found,
-                    wanted=f"those of the {rows} rows of tensor {key}",
-                )
+                raise self._untold(module, "no tokens" if indices is None else f"{len(indices)} tokens")
             self._check_rank(key, rows, f"{rows} trained tokens")
             if module in self.tables:
                 raise invalid(
@@ -158,6 +154,22 @@ class Replaced:
             follows = module == HEAD and np.array_equal(self.indices[HEAD], self.indices.get(EMBED, ()))
             if not follows:  # a head that is tied has no rows of its own in the file
                 raise self._missing(module)
+
+    def _untold(self, module: str, found: str) -> Exception:
+        key = self.tokens[module]
+        rows = self.file.tensors[key].shape[0]
+        name = f"trainable_token_indices of {module}"
+        return invalid(CONFIG_FILE, name, found=found, wanted=f"those of the {rows} rows of tensor {key}")
+
+    @property
+    def _head_repeats(self) -> bool:
+        """Whether the head's rows are the embedding's once more, as `save_embedding_layers=True` saves a tied pair."""
+        if not {EMBED, HEAD} <= self.tokens.keys() or EMBED not in self.indices:
+            return False
+        first = self.indices[EMBED]
+        again = self.indices.get(HEAD, first)
+        rows, repeated = (self.file.read(self.tokens[module]) for module in (EMBED, HEAD))
+        return np.array_equal(first, again) and np.array_equal(rows, repeated)
 
     def _missing(self, module: str) -> Exception:
         return invalid(
@@ -196,11 +208,15 @@ class Replaced:
                 found[HEAD] = found[EMBED]
         elif facts.is_answered and HEAD in self.indices.keys() - self.tokens.keys():
             raise self._missing(HEAD)
+        elif facts.is_answered and HEAD in self.tokens.keys() - self.indices.keys():
+            raise self._untold(HEAD, "no tokens")
         return {self._place(module): self._pair(module, *rows) for module, rows in found.items() if len(rows[1])}
 
     def _rows(self, module: str, facts: Facts) -> tuple[str, Array, Array] | None:
         """(tensor, numbers, new - base) of the rows that differ; None: not known yet, or nothing is there."""
         if module in self.tokens:
+            if module not in self.indices:
+                return None  # a head that repeats the embedding: it is tied, or refused
             key, indices = self.tokens[module], self.indices[module]
             base = facts.rows(module, indices)
             return None if base is None else _differing(key, indices, self.file.read(key), base)
@@ -232,7 +248,8 @@ class Replaced:
                     found=f"a table of its own, where {self.card.name} has one for embedding and head",
                     wanted=f"two that are equal, or modules in modules_to_save of {CONFIG_FILE}",
                 )
-        if EMBED in self.tokens and (HEAD in self.tokens or HEAD in self.tables or self._place(HEAD) in adapted):
+        has_own_tokens = HEAD in self.tokens and not self._head_repeats
+        if EMBED in self.tokens and (has_own_tokens or HEAD in self.tables or self._place(HEAD) in adapted):
             raise invalid(
                 self.file.name,
                 f"tensor {self.tokens[EMBED]}",
