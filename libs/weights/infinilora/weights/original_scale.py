@@ -17,6 +17,11 @@ class Scales:
 
     def __init__(self, config: Mapping[str, Any], *, is_mlx: bool) -> None:
         self._config = config
+        targets, excluded, parameters = (
+            None if is_mlx else config.get(key) for key in ("target_modules", "exclude_modules", "target_parameters")
+        )
+        self._targeted, self._excluded, self._parameters = _held(targets), _held(excluded), _held(parameters)
+        self._has_targets = targets is not None
         self._mlx = float(config["lora_parameters"]["scale"]) if is_mlx else None
         self._alphas: dict[str, float] = {} if is_mlx else dict(config.get("alpha_pattern") or {})
         ranks = [] if is_mlx else list(config.get("rank_pattern") or ())
@@ -47,22 +52,25 @@ class Scales:
     def _parameter(self, module: str) -> str:
         """What patterns are held against: the module, or its weight where that is what the config targets."""
         weight = f"{module}.weight"
-        return weight if _ends(weight, self._config.get("target_parameters") or ()) else module
+        return weight if _is_meant(weight, self._parameters) else module
 
     def _targets(self, module: str) -> bool:
-        targets, parameters = self._config.get("target_modules"), self._config.get("target_parameters") or ()
-        if _ends(module, parameters) or _ends(f"{module}.weight", parameters):
+        if any(_is_meant(name, self._parameters) for name in (module, f"{module}.weight")):
             return True
-        if _is_meant(module, self._config.get("exclude_modules") or ()):
+        if _is_meant(module, self._excluded):
             return False
-        if targets is None or targets == "":
-            return targets is None and not parameters
-        return str(targets).lower() == "all-linear" or _is_meant(module, targets)
+        if not self._targeted:
+            return not self._has_targets and not self._parameters
+        return str(self._targeted).lower() == "all-linear" or _is_meant(module, self._targeted)
 
 
-def _is_meant(name: str, by: str | Sequence[str]) -> bool:
-    return re.fullmatch(by, name) is not None if isinstance(by, str) else _ends(name, by)
+def _held(names: str | Sequence[str] | None) -> str | frozenset[str]:
+    """A pattern, or names that are looked up at once, however many they are."""
+    return names if isinstance(names, str) else frozenset(names or ())
 
 
-def _ends(name: str, tails: Sequence[str]) -> bool:
-    return any(f".{name}".endswith(f".{tail}") for tail in tails)
+def _is_meant(name: str, by: str | frozenset[str]) -> bool:
+    if isinstance(by, str):
+        return re.fullmatch(by, name) is not None
+    parts = name.split(".")
+    return any(".".join(parts[start:]) in by for start in range(len(parts)))

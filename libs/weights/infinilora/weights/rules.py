@@ -72,6 +72,12 @@ class LoraRules:
     def _target_parameters(self) -> _Names:
         return _names(self.config.target_parameters)
 
+    @cached_property
+    def _layers(self) -> frozenset[int]:
+        """Those to transform; none: all."""
+        wanted = self.config.layers_to_transform
+        return frozenset([wanted] if isinstance(wanted, int) else wanted or ())
+
     def rank(self, module: str) -> int:
         """The rank of a module (or of a parameter, by its own name)."""
         return self.terms(module).rank
@@ -187,10 +193,9 @@ class LoraRules:
                 return module in self._excluded_names
 
     def _transforms_layer_of(self, module: str, readings: Readings) -> bool:
-        wanted = self.config.layers_to_transform
-        if wanted is None or wanted == []:
+        layers = self._layers
+        if not layers:
             return True
-        layers = [wanted] if isinstance(wanted, int) else wanted
         lists = _layer_lists(self.config)
         found = [self.matcher.first(lists, form, module) for form in _LAYER]
         return readings(number is not None and int(number[1]["layer"]) in layers for number in found)
