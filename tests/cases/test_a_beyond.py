@@ -62,7 +62,14 @@ async def test_a07_modules_saved_whole(world: World) -> None:
     embedding, head, moves_embedding, moves_head = trained_rows(world, [*range(100), 127])
     whole = {HEAD: head, EMBED: embedding}
     saved = config(modules_to_save=["embed_tokens", "lm_head"])
+    twice = whole | {key.replace("weight", "modules_to_save.weight"): table for key, table in whole.items()}
+    own = {HEAD: world.oracle.model.lm_head.weight, EMBED: world.oracle.model.model.embed_tokens.weight}
+    originals = {key.replace("weight", "original_module.weight"): table.detach() for key, table in own.items()}
     await each(
+        world.exact(Files(saved, keyed(loras) | twice | originals), [*changes, moves_embedding, moves_head]),
+        world.refused(
+            Files(saved, keyed(loras) | whole | dict(zip(originals, twice.values(), strict=False))), "original"
+        ),
         world.exact(Files(saved, keyed(loras) | whole), [*changes, moves_embedding, moves_head]),
         world.exact(Files(config(modules_to_save=["lm_head"]), keyed(loras) | {HEAD: head}), [*changes, moves_head]),
         world.exact(Files(config(), keyed(loras) | {EMBED: embedding}), [*changes, moves_embedding]),

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Table
+from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.names import canonical
 from infinilora.weights.pissa import Began
 from infinilora.weights.refuse import invalid
@@ -39,8 +40,7 @@ def without_copies(file: TensorFile, card: BaseCard, spelling: OneSpelling) -> T
         if table is None:
             kept[key] = info
         elif not is_table(file.read(key), table):
-            found_table = f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own"
-            raise invalid(file.name, f"tensor {key}", found=found_table, wanted=_wanted(file, table))
+            raise _not_the_bases(file, key, card, table)
     return replace(file, tensors=kept)
 
 
@@ -55,17 +55,24 @@ def _is_said_again(file: TensorFile, card: BaseCard, key: str) -> bool:
     return True
 
 
-def _wanted(file: TensorFile, table: Table) -> str:
-    if isinstance(file, Began):
+def _not_the_bases(file: TensorFile, key: str, card: BaseCard, table: Table) -> AdapterInvalid:
+    info = file.tensors[key]
+    found = f"a table {list(info.shape)} of {info.dtype} that is not {card.name}'s own"
+    if info.shape != table.shape:
+        found += " (a vocabulary that was resized)"
+        wanted = f"{list(table.shape)}: {card.name} has a vocabulary of {card.vocab_size}"
+    elif isinstance(file, Began):
         # Less the first values, and rounded: whether it was the base's, only all of the base's rows could tell.
-        return (
+        wanted = (
             "none: training began with a part of this table, and left the rest of it here; the pair and its first "
             "values are enough (save again with save_embedding_layers=False)"
         )
-    return (
-        f"the base's own {list(table.shape)} of {table.dtype}, or none: a table that was trained whole is served only "
-        "without LoRA on it"
-    )
+    else:
+        wanted = (
+            f"the base's own {list(table.shape)} of {table.dtype}, or none: a table that was trained whole is served "
+            "only without LoRA on it"
+        )
+    return invalid(file.name, f"tensor {key}", found=found, wanted=wanted)
 
 
 def is_table(copy: Array, table: Table) -> bool:
