@@ -32,6 +32,9 @@ def tables_of(directory: Path, base: Tables, *, is_tied: bool) -> Tables:
     """The tables that a model has with this adapter. Raises NoMeaningError."""
     config = json.loads((directory / "adapter_config.json").read_text())
     held = {key: t.double().numpy() for key, t in load_file(directory / "adapter_model.safetensors").items()}
+    has_lora = any(key.startswith(f"{name}.lora_") for key in held for name in NAMES.values())
+    if is_tied and has_lora and config.get("ensure_weight_tying"):
+        raise NoMeaningError("one pair for two tables")
     if is_tied and _head_repeats(config, held):
         del held[_tokens_key("lm_head")]
     for key in config.get("modules_to_save") or ():
@@ -99,8 +102,6 @@ def _lora(name: str, config: dict[str, Any], held: dict[str, Array]) -> Array | 
     halves = ("lora_embedding_A", "lora_embedding_B") if name == "embed_tokens" else ("lora_A.weight", "lora_B.weight")
     if f"{NAMES[name]}.{halves[0]}" not in held:
         return None
-    if config.get("ensure_weight_tying"):
-        raise NoMeaningError("one pair for two tables")
     a, b = (held[f"{NAMES[name]}.{half}"] for half in halves)
     delta: Array = config["lora_alpha"] / config["r"] * (b @ a)
     return delta.T if name == "embed_tokens" else delta

@@ -135,6 +135,7 @@ UNTIED: dict[str, dict[str, Any]] = {
     "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [7]}},
     "tokens, and LoRA on the head": {"trainable_token_indices": [3], "also": ("lm_head",)},
     "tokens, and the head": {"trainable_token_indices": [3], "modules_to_save": ["lm_head"]},
+    "LoRA on both, which shall be tied and are not": {"also": ("embed_tokens", "lm_head"), "ensure_weight_tying": True},
 }
 WITH_TABLES = [
     ("llama", "tokens"),

@@ -145,6 +145,12 @@ class ModuleIndex:
             if found:
                 self._containers.setdefault(container, {})[site.site] = site
 
+    @property
+    def has_two_tables(self) -> bool:
+        """Whether embedding and head are surely two; not where the card does not tell, or they hold the same."""
+        embedding, head = (self._card.tables.get(module) for module in (EMBED, HEAD))
+        return embedding is not None and head is not None and embedding != head
+
     def find(self, module: str) -> Place | None:
         """The place a module name means; None if this base has no such projection, or no such expert."""
         name = canonical(module)

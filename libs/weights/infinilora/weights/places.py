@@ -186,7 +186,7 @@ class Places:
                 found="LoRA of MLX on an embedding, which it adds to a tied head as well",
                 wanted="LoRA on projections only",
             )
-        if site in OUTER_SITES and self._rules.config.ensure_weight_tying:
+        if site in OUTER_SITES and self._rules.config.ensure_weight_tying and not self._index.has_two_tables:
             raise invalid(
                 CONFIG_FILE,
                 "ensure_weight_tying",
