@@ -64,6 +64,9 @@ async def test_a_names_life(stacks: StackFactory, tmp_path: Path) -> None:
     for name in ("a", "live", "a@v1"):
         await world.serves(name, first_changes)
     assert "all whole" in await adapter("verify", "a")
+    for verb, pinned in (("pin", True), ("unpin", False)):
+        await adapter(verb, "a")
+        assert json.loads(await adapter("show", "a"))["pinned"] is pinned
     shown: dict[str, Any] = json.loads(await adapter("show", "live"))
     assert (shown["name"], shown["version"], shown["alias_of"]) == ("a", 1, "a")
     assert [entry["name"] for entry in json.loads(await adapter("ls", "--json"))] == ["a"]

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from infinilora.cli.home import Home
+from support.cases import Files, Oracle, config, keyed, make_base, modules
 from support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -134,6 +135,41 @@ def test_it_serves_and_a_signal_ends_all_of_it(number: signal.Signals, ups: Ups,
     assert up.end(number) == 0, up.said
     assert processes_of(tmp_path / "var") == {}
     assert not Home(tmp_path / "var").link_dir.exists()
+
+
+def test_an_operator_needs_no_more_than_its_directory(ups: Ups, tmp_path: Path) -> None:
+    """And the shape that it picks by itself serves; on two cores there is room for one process."""
+    base, var_dir = make_base("L", tmp_path / "tiny"), tmp_path / "var"
+    adapter = Files(config(), keyed(Oracle(base).loras(modules("q_proj"), seed=1))).write(tmp_path / "adapter")
+    up = ups(var_dir, base, "--lora-shape", "auto", "--threads", "2")
+    url = up.url()
+    assert "shape 1x1 of at most 1 shards" in up.said
+    assert "measured by" in (var_dir / "constants.json").read_text()
+
+    def infinilora(*arguments: str) -> str:
+        command = [sys.executable, "-m", "infinilora.cli", *arguments, "--var-dir", str(var_dir)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    digest = infinilora("adapter", "push", str(adapter), "--name", "one").split()[1]
+    assert f"default/one pinned ({digest})" in infinilora("pin", "one")
+    assert f"default/one was pinned already ({digest})" in infinilora("pin", "one")
+    infinilora("freeze", "--reason", "a test")
+    for command in (("status",), ("top", "--looks", "1")):
+        shown = infinilora(*command)
+        assert "coordinator-0 leads, epoch 1; frozen by local at" in shown
+        assert ": a test" in shown
+    infinilora("unfreeze")
+    infinilora("drain", "engine-0")
+    deadline = time.monotonic() + 20
+    while "engine-0 draining" not in re.sub(" +", " ", infinilora("status")):
+        assert time.monotonic() < deadline
+    infinilora("undrain", "engine-0")
+    deadline = time.monotonic() + 20
+    while "engine-0 ready" not in re.sub(" +", " ", infinilora("status")):
+        assert time.monotonic() < deadline
+    assert len(complete(url)) == 4
+    assert len(json.loads(infinilora("audit", "--json"))) == 6
+    assert up.end(signal.SIGTERM) == 0, up.said
 
 
 def test_killed_it_leaves_no_process_and_the_next_one_starts_over_what_it_left(

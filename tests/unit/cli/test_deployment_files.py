@@ -89,7 +89,7 @@ def test_every_variable_of_compose_is_in_the_example_and_the_other_way_round() -
 
 def test_the_example_holds_no_secret() -> None:
     secrets = {name for name in example() if name.endswith(("PASSWORD", "KEY", "TOKEN"))}
-    assert len(secrets) == 6
+    assert len(secrets) == 7
     assert {example()[name] for name in secrets} == {""}
 
 
@@ -122,9 +122,60 @@ def test_make_env_writes_a_private_file_with_fresh_secrets_and_never_overwrites(
     made = dict(line.split("=", 1) for line in written.splitlines() if line and not line.startswith("#"))
     assert {name for name, value in made.items() if not value} == OPEN_ON_PURPOSE
     secrets = [made[name] for name, value in example().items() if not value and name not in OPEN_ON_PURPOSE]
-    assert len(set(secrets)) == len(secrets) == 6
+    assert len(set(secrets)) == len(secrets) == 7
     assert all(re.fullmatch(r"[a-z][a-z0-9]{32}", secret) for secret in secrets)
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
+
+
+def make_shards(directory: Path, shape: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "deploy/make-shards.sh", shape]
+    return subprocess.run(command, cwd=directory, check=False, capture_output=True, text=True)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Path:
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "make-shards.sh", tmp_path / "deploy")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("shape", "num_shards"), [("2x1", 2), ("1x2", 2), ("2x3", 6)])
+def test_make_shards_writes_one_service_for_each_shard(deployment: Path, shape: str, num_shards: int) -> None:
+    assert make_shards(deployment, shape).returncode == 0
+    found = yaml.safe_load((deployment / "docker-compose.override.yml").read_text())["services"]
+    assert list(found) == ["lora-server", *(f"lora-server-{shard}" for shard in range(1, num_shards))]
+    whole = compose_services()["lora-server"]["environment"]
+    hosts = set()
+    for shard, (name, service) in enumerate(found.items()):
+        if shard:
+            assert service["extends"] == {"file": "docker-compose.yml", "service": "lora-server"}
+        environment = whole | service["environment"]
+        assert set(environment) <= fields_of("lora-server")
+        read = {key.removeprefix("INFINILORA_").lower(): value for key, value in environment.items()}
+        settings = LoraServerSettings(**read | {"base": "tiny", "threads": 1})
+        assert (str(settings.shape), settings.shard) == (shape, shard)
+        assert settings.head == (whole["INFINILORA_ADVERTISE"] if shard else "")
+        assert settings.advertise.partition(":")[0] == name
+        hosts.add(settings.advertise)
+    assert len(hosts) == num_shards
+
+
+@pytest.mark.parametrize("shape", ["", "2", "2x", "0x1", "2x2x2", "ax1", "65x1", "08x1", "2x1; touch x"])
+def test_make_shards_refuses_what_is_no_shape(deployment: Path, shape: str) -> None:
+    refused = make_shards(deployment, shape)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"found shape '{shape}'; wanted ExL")
+    assert [path.name for path in deployment.iterdir()] == ["deploy"]
+
+
+def test_make_shards_takes_its_own_file_away_and_leaves_others(deployment: Path) -> None:
+    override = deployment / "docker-compose.override.yml"
+    make_shards(deployment, "2x1")
+    assert make_shards(deployment, "1x1").returncode == 0
+    assert not override.exists()
+    override.write_text("services: {}\n")
+    assert make_shards(deployment, "2x1").returncode == 1
+    assert override.read_text() == "services: {}\n"
 
 
 def test_dashboards_show_metrics_that_exist() -> None:

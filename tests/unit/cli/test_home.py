@@ -1,10 +1,12 @@
 """The directory of a local system: one owner, kept secrets, nothing left of a killed owner."""
 
+import json
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infinilora.cli.home import Home, Running
@@ -90,3 +92,15 @@ def test_the_log_of_the_start_before_is_kept(tmp_path: Path) -> None:
     home.new_log("engine").write_text("second")
     assert (home.logs / "engine.log.1").read_text() == "first"
     home.unlock()
+
+
+def test_secrets_of_an_earlier_release_get_an_operators_key_and_are_else_kept(tmp_path: Path) -> None:
+    made = Home(tmp_path).secrets()
+    path = tmp_path / "secrets.json"
+    old = {name: value for name, value in json.loads(path.read_text()).items() if name != "admin_key"}
+    path.write_text(json.dumps(old))
+    again = Home(tmp_path).secrets()
+    assert again == msgspec.structs.replace(made, admin_key=again.admin_key)
+    assert len(again.admin_key) >= 32
+    assert Home(tmp_path).secrets() == again
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

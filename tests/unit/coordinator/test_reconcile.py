@@ -1,145 +1,29 @@
 """Rounds of the leader over memory twins: what is written, what is asked, and when nothing is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 from typing_extensions import override
 
 from infinilora.coordinator.leader import Leadership
-from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
+from infinilora.protocol.adapter import AdapterRecord
 from infinilora.protocol.control import (
-    Beat,
-    Command,
-    CommandReply,
     Death,
     Drain,
     Evict,
-    GroupLoad,
     Pin,
     Placement,
     PlacementChange,
     PlacementHead,
     PlacementPart,
-    ProcessState,
     Stage,
 )
-from infinilora.protocol.errors import StaleEpoch
-from infinilora.protocol.ids import Digest, Fingerprint, digest_of
-from infinilora.runtime.blobs import DirectoryBlobs
-from infinilora.runtime.members import Members
-from infinilora.runtime.memory import MemoryBus, MemoryStore
-from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
-from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import Stamp
+from infinilora.runtime.memory import MemoryBus
+from support.coordinator_world import BASE, INTERVAL_S, A, B, C, a_world, stamp
 from support.waiting import eventually
-
-BASE = Fingerprint(digest_of(b"base"))
-A, B, C = sorted(digest_of(name.encode()) for name in "abc")
-INTERVAL_S = 0.04
-POLICY = Policy(
-    reconcile_s=60,
-    heat_half_life_s=60,
-    hot_rps=2.0,
-    fill=1.0,
-    max_hints=4,
-    hint_pause_s=60,
-    move_s=30,
-    delete_grace_s=5,
-    clock_skew_s=0,
-)
-
-
-def stamp(name: str) -> Stamp:
-    return Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
-
-
-class World:
-    """A store, a bus, LoRA servers that beat, and one coordinator's reconciler."""
-
-    def __init__(
-        self, store: MemoryStore, bus: MemoryBus, members: Members, blobs: DirectoryBlobs, clock: "Clock"
-    ) -> None:
-        self.clock = clock
-        self.store = store
-        self.bus = bus
-        self.members = members
-        self.leadership = Leadership(store, "c1/a", lease_s=30)
-        self.reconciler = Reconciler(
-            store=store,
-            bus=bus,
-            members=members,
-            leadership=self.leadership,
-            metrics=CoordinatorMetrics(new_registry()),
-            policy=POLICY,
-            blobs=blobs,
-        )
-        self.commands: list[tuple[str, Command]] = []
-        self._seq = 0
-
-    async def register(self, name: str, digest: Digest, num_bytes: int = 10, *, pinned: bool = False) -> None:
-        version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=num_bytes, max_rank=8)
-        record = AdapterRecord(
-            tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,), pinned=pinned
-        )
-        await self.store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
-
-    async def warm(self, digest: Digest, requests: float) -> None:
-        await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
-
-    async def beat(
-        self,
-        group: str,
-        *,
-        total: int = 100,
-        resident: tuple[Digest, ...] = (),
-        incarnation: str = "x",
-        state: ProcessState = "ready",
-    ) -> None:
-        self._seq += 1
-        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident)
-        beat = Beat(
-            kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
-            base=BASE, group=group, load=load,
-        )  # fmt: skip
-        await self.bus.publish(subjects.heartbeat("lora-server", beat.id), beat)
-        seq = self._seq
-
-        def heard() -> bool:
-            member = self.members.get("lora-server", beat.id)
-            return member is not None and member.beat.seq == seq
-
-        await eventually(heard, "the beat is heard")
-
-    async def obey(self, group: str, *, seen_epoch: int = 0) -> None:
-        async def handle(command: Command) -> CommandReply:
-            if command.epoch < seen_epoch:
-                raise StaleEpoch("too old")
-            self.commands.append((group, command))
-            return CommandReply(command_id=command.command_id)
-
-        await self.bus.serve(subjects.commands("lora-server", f"{group}-0"), Command, handle)
-
-    async def placement(self) -> Placement | None:
-        found = await read_placement(self.store, BASE)
-        return found.placement if found else None
-
-
-class Clock:
-    """Stands still unless told: nobody dies of this test's slowness."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class InterruptedBus(MemoryBus):
@@ -152,15 +36,6 @@ class InterruptedBus(MemoryBus):
         await super().publish(subject, event)
         if subject == subjects.PLACEMENT_EVENTS and self.meanwhile is not None:
             await self.meanwhile()
-
-
-@asynccontextmanager
-async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
-    store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
-    with TemporaryDirectory() as root:
-        async with Members(bus, interval_s=INTERVAL_S, clock=clock) as members:
-            clock.now += 1  # the frozen start is over
-            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock)
 
 
 async def test_the_leader_writes_and_tells_what_should_be_where() -> None:

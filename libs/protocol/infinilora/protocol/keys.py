@@ -33,13 +33,22 @@ LEADER = "infinilora:leader"
 EPOCH = "infinilora:epoch"
 """Counter: the fencing token of the leadership. Writer: coordinators."""
 
-
 DRAINS = "infinilora:drains"
-"""JSON list of groups that are to be emptied before they are removed. Writer: the leading coordinator."""
+"""JSON list of groups that are to be emptied before they are removed, and of engines that are to take no new work.
+Writer: the leading coordinator."""
+
+FREEZE = "infinilora:freeze"
+"""JSON `Frozen`, while the coordinator is to decide nothing by itself. Writer: the leading coordinator."""
+
+AUDIT = "infinilora:audit"
+"""Sorted set of JSON `AuditEntry`, each under its number. Writer: the leading coordinator, in one step with the act."""
+
+AUDIT_NUMBER = "infinilora:audit:number"
+"""Counter: acts ever noted. Writer: the leading coordinator."""
 
 
 def adapter(tenant: str, name: str) -> str:
-    """JSON `AdapterRecord`. Writer: the adapter API, by compare-and-set."""
+    """JSON `AdapterRecord`. Writers, by compare-and-set: the adapter API; of `pinned` also the leading coordinator."""
     return f"infinilora:adapter:{tenant}/{name}"
 
 

@@ -20,3 +20,8 @@ def heartbeats(kind: ProcessKind | None = None) -> str:
 
 def commands(kind: ProcessKind, process_id: str) -> str:
     return f"infinilora.command.{kind}.{process_id}"
+
+
+def admin(coordinator_id: str) -> str:
+    """Where a coordinator takes an operator's acts that another has authenticated."""
+    return f"infinilora.admin.{coordinator_id}"

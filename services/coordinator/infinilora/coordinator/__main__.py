@@ -7,12 +7,18 @@ from typing import get_args
 from prometheus_client import CollectorRegistry
 
 from infinilora.coordinator import fleet
+from infinilora.coordinator.admin import Admin
+from infinilora.coordinator.admin_routes import add_admin
 from infinilora.coordinator.app import create_app
+from infinilora.coordinator.audit import Audit
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.coordinator.settings import Settings
+from infinilora.protocol import subjects
+from infinilora.protocol.admin import AdminRequest
 from infinilora.protocol.control import Beat, ProcessKind
 from infinilora.runtime import log, metrics
+from infinilora.runtime.bearers import Bearers, parse_keys
 from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import EVERYBODY, Heart, Members
@@ -53,6 +59,11 @@ async def serve(service: Service, settings: Settings) -> None:
             is_ready=lambda: service.is_ready,
             registry=registry,
         )
+        audit = Audit(store)
+        admin = Admin(store=store, bus=bus, leadership=leadership, reconciler=reconciler, audit=audit)
+        await bus.serve(subjects.admin(settings.coordinator_id), AdminRequest, admin.obey)
+        operators = Bearers(parse_keys(settings.admin_keys.get_secret_value(), "operator"))
+        add_admin(app, operators=operators, do=admin.do, read_audit=audit.read)
         with WebServer(app, settings.listen, grace_s=1) as web:
             address = settings.advertise or web.address
             heart = Heart(

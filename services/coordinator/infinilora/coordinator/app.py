@@ -1,13 +1,13 @@
-"""The coordinator's HTTP: health, metrics, and the fleet as JSON. Reads; every decision is made elsewhere."""
+"""The coordinator's HTTP: health, metrics, and the fleet as JSON. What operators do is in admin_routes.py."""
 
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry
 
 from infinilora.runtime import metrics
+from infinilora.runtime.problems import json_response
 
 
 def create_app(
@@ -19,14 +19,14 @@ def create_app(
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/readyz")
     async def readyz() -> Response:
         missing = away()
         if not is_ready():
-            return _json({"status": "starting", "away": missing}, 503)
-        return _json({"status": "degraded" if missing else "ready", "away": missing})
+            return json_response({"status": "starting", "away": missing}, status=503)
+        return json_response({"status": "degraded" if missing else "ready", "away": missing})
 
     @app.get("/metrics")
     async def scrape() -> Response:
@@ -34,10 +34,6 @@ def create_app(
 
     @app.get("/v1/fleet")
     async def show_fleet() -> Response:
-        return _json(fleet())
+        return json_response(fleet())
 
     return app
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

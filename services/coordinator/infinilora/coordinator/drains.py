@@ -1,5 +1,7 @@
 """Groups that are to go: planned empty while they serve, then told to take no new work, then free to be ended.
 
+Engines hold nothing that is planned: they are told at once.
+
 ready --(nothing of it is in the table)--> told to drain --(no lease is left)--> drained
 """
 
@@ -26,18 +28,22 @@ class Drains:
         found = await self._store.get(keys.DRAINS, list[str])
         self.wanted = frozenset(found.value) if found else frozenset()
 
-    async def want(self, group: str, epoch: int, *, draining: bool) -> bool:
-        """Note that a group is to be emptied, or is not. False if another leads, or another has noted meanwhile."""
+    async def change(self, name: str, *, draining: bool) -> Change:
+        """What notes that a group, or an engine, is to be emptied, or is not; for a leader to write."""
         found = await self._store.get(keys.DRAINS, list[str])
         before = set(found.value) if found else set()
-        after = sorted(before | {group} if draining else before - {group})
+        after = sorted(before | {name} if draining else before - {name})
+        return Change(keys.DRAINS, found.raw if found else None, after)
+
+    async def want(self, name: str, epoch: int, *, draining: bool) -> bool:
+        """Note it. False if another leads, or another has noted meanwhile."""
         conditions = Change(keys.EPOCH, b"%d" % epoch)
-        return bool(await self._store.swap([conditions, Change(keys.DRAINS, found.raw if found else None, after)]))
+        return bool(await self._store.swap([conditions, await self.change(name, draining=draining)]))
 
     async def round(self, servers: Mapping[str, Member], table: Table, epoch: int) -> None:
         """Tell those that have nothing left to take no new work; and those that are to stay, to take it again.
 
-        `servers`: of each group that is not dead, the process that takes its commands.
+        `servers`: of each group that is not dead, the process that takes its commands; and engines by their ids.
         """
         for group, server in sorted(servers.items()):
             is_wanted = group in self.wanted

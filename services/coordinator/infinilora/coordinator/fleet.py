@@ -19,6 +19,8 @@ def show(members: Members, leadership: Leadership, reconciler: Reconciler, *, me
         "is_leading": leadership.is_leading,
         "epoch": leadership.epoch,
         "is_frozen": members.is_frozen,
+        "frozen_by": msgspec.to_builtins(reconciler.frozen) if reconciler.frozen else None,
+        "drains": sorted(reconciler.drains.wanted),
         "members": [show_member(member) for member in members.all()],
         "placement": {base: msgspec.to_builtins(w.placement) for base, w in reconciler.written.items()},
         "heat": [

@@ -5,7 +5,7 @@ cheaper (search.py) as long as a change pays for itself (costs.py). One base at 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,19 @@ from infinilora.coordinator.draft import Adapter, Draft, Group
 from infinilora.coordinator.search import improve
 from infinilora.protocol.ids import Digest
 
-__all__ = ["Adapter", "Group", "Home", "Plan", "Reason", "Table", "by_group", "copies_of", "place"]
+__all__ = [
+    "Adapter",
+    "Group",
+    "Home",
+    "Plan",
+    "Reason",
+    "Table",
+    "by_adapter",
+    "by_group",
+    "copies_of",
+    "place",
+    "reason_of",
+]
 
 TRIES = 20_000
 """Steps that are tried at most to make one plan better: about a second's work."""
@@ -80,6 +92,15 @@ def by_group(plan: Plan, groups: Iterable[Group]) -> Table:
     return {group: tuple(sorted(held)) for group, held in sorted(table.items())}
 
 
+def by_adapter(table: Mapping[str, Iterable[Digest]]) -> dict[Digest, tuple[str, ...]]:
+    """Digest -> the groups that a table has it on, sorted."""
+    found: dict[Digest, list[str]] = defaultdict(list)
+    for group, held in sorted(table.items()):
+        for digest in held:
+            found[digest].append(group)
+    return {digest: tuple(groups) for digest, groups in found.items()}
+
+
 def copies_of(table: Mapping[str, Iterable[Digest]]) -> dict[Digest, int]:
     """On how many groups each adapter is."""
     found: dict[Digest, int] = defaultdict(int)
@@ -129,10 +150,11 @@ def _home(draft: Draft, groups: Sequence[Group], a: int) -> Home:
         fits = draft.num_bytes[a] <= draft.largest
         return Home((), "no room" if fits else "outsize" if groups else "no group")
     ordered = sorted(now, key=lambda g: (g not in before, draft.busyness(g), g))
-    return Home(tuple(groups[g].id for g in ordered), _reason(set(before), set(now)))
+    return Home(tuple(groups[g].id for g in ordered), reason_of(set(before), set(now)))
 
 
-def _reason(before: set[int], now: set[int]) -> Reason:
+def reason_of(before: Set[object], now: Set[object]) -> Reason:
+    """Why an adapter that is on the groups `now` is there, if it was on those `before`."""
     if before == now:
         return "kept"
     if not before:

@@ -19,11 +19,13 @@ from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.moves import Attempts, table
 from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.pins import Pins
-from infinilora.coordinator.placement import Adapter, Group, Table, by_group, copies_of, place
+from infinilora.coordinator.placement import Adapter, Group, Plan, Table, by_group, copies_of, place
+from infinilora.coordinator.rebalance import Difference, difference
 from infinilora.coordinator.recovery import Recovery
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.control import AdapterEvent, Death, Evict, GroupLoad, Stage
+from infinilora.protocol.admin import Frozen
+from infinilora.protocol.control import AdapterEvent, Death, Evict, GroupLoad, ProcessState, Stage
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore
@@ -79,13 +81,15 @@ class Reconciler:
         self._policy = policy
         self._clock = clock
         self._kicked = asyncio.Event()
-        self._orders = Orders(bus, leadership, metrics)
-        self._pins = Pins(self._orders)
+        self.orders = Orders(bus, leadership, metrics)
+        self._pins = Pins(self.orders)
         self._attempts = Attempts(move_s=policy.move_s, pause_s=policy.hint_pause_s, max_under_way=policy.max_hints)
         self._recovery = Recovery()
         self._plans: dict[Fingerprint, Table] = {}
         """This leader's latest: where the next begins. The table has more, for as long as moves take."""
-        self.drains = Drains(store, self._orders)
+        self._afresh: set[Fingerprint] = set()
+        """Bases that the next round plans from empty groups."""
+        self.drains = Drains(store, self.orders)
         self.registry = Registry(store)
         self._collector = Collector(
             store=store,
@@ -93,12 +97,14 @@ class Reconciler:
             members=members,
             leadership=leadership,
             registry=self.registry,
-            orders=self._orders,
+            orders=self.orders,
             times=Times(policy.delete_grace_s, policy.clock_skew_s),
             clock=clock,
         )
         self.heat: dict[Digest, float] = {}
         self.written: dict[Fingerprint, Written] = {}
+        self.frozen: Frozen | None = None
+        """By an operator: deaths are said, what was deleted is collected, drains go on; nothing else is done."""
         self.store_answers = False
         self.looked = asyncio.Event()
         """Set once the store has answered a whole round."""
@@ -148,9 +154,10 @@ class Reconciler:
                 self._plans = {}
             elif not self._members.is_frozen:
                 await self._say_deaths(epoch)
-                for base in sorted(self._bases()):
-                    await self._reconcile(base, epoch)
-                await self.drains.round(self._heads("starting", "ready", "draining"), self._tables(), epoch)
+                if self.frozen is None:
+                    for base in sorted(self._bases()):
+                        await self._reconcile(base, epoch)
+                await self.drains.round({**self.engines(), **self.heads()}, self._tables(), epoch)
                 await self._collector.round(epoch)
         except Unavailable as error:
             if self.store_answers:
@@ -166,6 +173,8 @@ class Reconciler:
     async def _look(self) -> None:
         await self.registry.refresh()
         await self.drains.refresh()
+        frozen = await self._store.get(keys.FREEZE, Frozen)
+        self.frozen = frozen.value if frozen else None
         now = datetime.now(UTC).timestamp()
         half_life_s = self._policy.heat_half_life_s
         self.heat = await self._store.heat(keys.heat(half_life_s), half_life_s, now, HOTTEST)
@@ -181,7 +190,7 @@ class Reconciler:
         """Standbys too, so that a leader's death and a group's at once are not one too many."""
         resident = {
             group: frozenset(member.beat.load.resident)
-            for group, member in self._heads("ready", "draining").items()
+            for group, member in self.heads("ready", "draining").items()
             if isinstance(member.beat.load, GroupLoad)
         }
         dead = {
@@ -199,22 +208,39 @@ class Reconciler:
         served = {m.beat.base for m in self._members.all() if m.beat.kind == "lora-server" and m.beat.base}
         return served | set(self.written)
 
-    def _heads(self, *states: str) -> dict[str, Member]:
-        """For each group that is not dead, the process that speaks for it, if it is in one of these states."""
+    def heads(self, *states: ProcessState) -> dict[str, Member]:
+        """For each group that is not dead, the process that speaks for it, if it is in one of these states (any)."""
         there = [m for m in self._members.all() if m.beat.kind == "lora-server" and m.health != "dead"]
-        return {member.beat.group: member for member in reversed(there) if member.beat.state in states}
+        return {member.beat.group: member for member in reversed(there) if not states or member.beat.state in states}
+
+    def engines(self) -> dict[str, Member]:
+        """Those that are not dead, by id."""
+        return {m.beat.id: m for m in self._members.all() if m.beat.kind == "engine" and m.health != "dead"}
 
     def _tables(self) -> Table:
         return {group: held for w in self.written.values() for group, held in w.placement.groups.items()}
 
+    def look_again(self, *, afresh: bool = False) -> None:
+        """Have a round soon; with `afresh`, one that plans every base as if nothing were anywhere."""
+        if afresh:
+            self._afresh |= self._bases()
+        self._kicked.set()
+
+    async def differences(self, *, afresh: bool) -> dict[Fingerprint, Difference]:
+        """What the next round would plan otherwise than engines are told now, if nothing changed until then."""
+        found = {}
+        for base in sorted(self._bases()):
+            groups, adapters = self._groups(base), self._adapters(base, self._before(base))
+            plan = await self._place(groups, adapters, {} if afresh else self._before(base))
+            found[base] = difference(plan, {a.digest: a for a in adapters}, self._told(base))
+        return found
+
     async def _reconcile(self, base: Fingerprint, epoch: int) -> None:
-        servers = {group: member for group, member in self._heads("ready").items() if member.beat.base == base}
-        loads = {group: m.beat.load for group, m in servers.items() if isinstance(m.beat.load, GroupLoad)}
+        servers, loads = self._servers(base), self._loads(base)
         resident = {group: frozenset(load.resident) for group, load in loads.items()}
-        written = self.written.get(base)
-        told: Table = written.placement.groups if written else {}
-        adapters = self._adapters(base, self._plans.get(base, told))
-        plan = await self._plan(base, adapters, servers, loads)
+        written, told = self.written.get(base), self._told(base)
+        adapters = self._adapters(base, self._before(base))
+        plan = await self._plan(base, adapters)
         heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
         self._attempts.look(resident, self._clock())
         failed = self._attempts.failed
@@ -224,6 +250,22 @@ class Reconciler:
         await self._hint(hints(now_told, resident, heat, self.registry.digests(), failed), servers, epoch)
         await self._pins.round(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
 
+    def _servers(self, base: Fingerprint) -> dict[str, Member]:
+        return {group: member for group, member in self.heads("ready").items() if member.beat.base == base}
+
+    def _loads(self, base: Fingerprint) -> dict[str, GroupLoad]:
+        servers = self._servers(base).items()
+        return {group: m.beat.load for group, m in servers if isinstance(m.beat.load, GroupLoad)}
+
+    def _told(self, base: Fingerprint) -> Table:
+        """What engines are told now."""
+        written = self.written.get(base)
+        return written.placement.groups if written else {}
+
+    def _before(self, base: Fingerprint) -> Table:
+        """Where the next plan begins."""
+        return self._plans.get(base, self._told(base))
+
     def _adapters(self, base: Fingerprint, current: Table) -> list[Adapter]:
         """What is to be placed, with its heat."""
         hot = hot_spots(self.heat, self._policy.hot_rps, copies_of(current))
@@ -232,24 +274,27 @@ class Reconciler:
             for digest, adapter in self.registry.adapters(base).items()
         ]
 
-    async def _plan(
-        self, base: Fingerprint, adapters: list[Adapter], servers: dict[str, Member], loads: dict[str, GroupLoad]
-    ) -> Table:
-        groups = [
+    def _groups(self, base: Fingerprint) -> list[Group]:
+        servers = self._servers(base)
+        return [
             Group(
                 group,
                 load.bytes_total,
                 host=servers[group].beat.address.rpartition(":")[0],
                 state="draining" if group in self.drains.wanted else "ready",
             )
-            for group, load in loads.items()
+            for group, load in self._loads(base).items()
         ]
-        written = self.written.get(base)
-        before = self._plans.get(base, written.placement.groups if written else {})
-        # A large fleet takes seconds: the lease has to be renewed meanwhile.
-        plan = await asyncio.to_thread(place, groups, adapters, before, fill=self._policy.fill)
-        self._plans[base] = by_group(plan, groups)
+
+    async def _plan(self, base: Fingerprint, adapters: list[Adapter]) -> Table:
+        groups, before = self._groups(base), {} if base in self._afresh else self._before(base)
+        self._afresh.discard(base)
+        self._plans[base] = by_group(await self._place(groups, adapters, before), groups)
         return self._plans[base]
+
+    async def _place(self, groups: list[Group], adapters: list[Adapter], before: Table) -> Plan:
+        # A large fleet takes seconds: the lease has to be renewed meanwhile.
+        return await asyncio.to_thread(place, groups, adapters, before, fill=self._policy.fill)
 
     async def _write(self, base: Fingerprint, groups: Table, before: Written | None, epoch: int) -> bool:
         """False if another leads: the next round reads what it wrote, and its epoch."""
@@ -274,5 +319,5 @@ class Reconciler:
 
     async def _give(self, hint: Hint, server: Member, epoch: int) -> None:
         body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
-        if await self._orders.give(server, body, epoch) != TAKEN:
+        if await self.orders.give(server, body, epoch) != TAKEN:
             self._attempts.refused(hint)

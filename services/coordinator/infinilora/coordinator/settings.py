@@ -3,8 +3,9 @@
 import os
 import socket
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 
+from infinilora.runtime.bearers import parse_keys
 from infinilora.runtime.settings import Common
 
 
@@ -16,6 +17,9 @@ class Settings(Common):
     """host:port of health, metrics and the fleet as JSON; port 0 takes a free one."""
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
+
+    admin_keys: SecretStr = SecretStr("")
+    """`key:operator,key:operator`: who may use the admin API, and how the audit names them. Empty: it is off."""
 
     lease_s: float = Field(default=3.0, gt=0)
     """A leader that does not renew for so long is no leader; a standby takes over a moment later."""
@@ -36,3 +40,9 @@ class Settings(Common):
     clock_skew_s: float = Field(default=50.0, ge=0)
     """How far the object store's clock may be behind. After a change of leaders, what was being deleted cannot be
     registered anew for this long and ten seconds: a deletion of the earlier leader may still be on its way."""
+
+    @field_validator("admin_keys")
+    @classmethod
+    def _keys_are_readable(cls, value: SecretStr) -> SecretStr:
+        parse_keys(value.get_secret_value(), "operator")
+        return value

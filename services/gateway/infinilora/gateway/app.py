@@ -15,8 +15,8 @@ from infinilora.gateway.http import Door, on_fault, on_http_error, read_bounded
 from infinilora.gateway.management import Management
 from infinilora.gateway.models import list_models, show_model
 from infinilora.gateway.pages import MAX_LIMIT, read_page
-from infinilora.gateway.problems import json_response
 from infinilora.runtime.metrics import CONTENT_TYPE, render
+from infinilora.runtime.problems import json_response
 
 
 @dataclass(frozen=True, slots=True)

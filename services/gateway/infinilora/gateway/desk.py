@@ -23,12 +23,12 @@ from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.chat import ChatShape, plan_chat
 from infinilora.gateway.completions import CompletionShape, plan_completion
 from infinilora.gateway.plan import Limits, Plan
-from infinilora.gateway.problems import error_response, json_response
 from infinilora.gateway.relay import Relay
 from infinilora.gateway.schema import B, ChatBody, CompletionBody, read_body
 from infinilora.gateway.sse import ClientGone, EventStream, Write, while_connected
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.runtime.metrics import GatewayMetrics
+from infinilora.runtime.problems import error_response, json_response
 from infinilora.runtime.telemetry import Telemetry, attached, context_of, from_traceparent
 
 

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from infinilora.gateway.desk import Caller
-from infinilora.gateway.problems import error_response
 from infinilora.gateway.sse import ClientGone
 from infinilora.gateway.tenants import Tenants
 from infinilora.protocol.errors import InfiniLoraError, Internal, InvalidRequest, TooLarge
 from infinilora.runtime.metrics import GatewayMetrics
+from infinilora.runtime.problems import error_response
 
 logger = logging.getLogger(__name__)
 

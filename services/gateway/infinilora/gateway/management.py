@@ -13,7 +13,6 @@ from infinilora.gateway.desk import Caller
 from infinilora.gateway.http import Handler, bounded, read_bounded
 from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.pages import read_page
-from infinilora.gateway.problems import json_response
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
 from infinilora.gateway.uploads import Received, UploadLimits, is_upload, received
@@ -21,6 +20,7 @@ from infinilora.gateway.versions import current_version, numbered
 from infinilora.protocol.adapter import AliasRecord, VersionRecord
 from infinilora.protocol.errors import FeatureOff, InvalidRequest
 from infinilora.protocol.ids import check_name
+from infinilora.runtime.problems import json_response
 
 MAX_JSON_BYTES = 1 << 20
 UPLOADED = "upload"

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from infinilora.gateway.problems import error_body, error_response
 from infinilora.gateway.relay import first_error
 from infinilora.protocol.errors import InfiniLoraError
+from infinilora.runtime.problems import error_body, error_response
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 import typer
 
-from infinilora.cli import adapter_commands, bench_commands, model_commands
+from infinilora.cli import adapter_commands, admin_commands, bench_commands, model_commands
 from infinilora.cli.chat_command import chat
 from infinilora.cli.plan_command import plan
-from infinilora.cli.status_command import status
+from infinilora.cli.status_command import status, top
 from infinilora.cli.up import up
 
 app = typer.Typer(
@@ -17,7 +17,10 @@ app = typer.Typer(
 app.command()(up)
 app.command()(chat)
 app.command()(status)
+app.command()(top)
 app.command()(plan)
+for command in admin_commands.COMMANDS:
+    app.command(rich_help_panel="By hand, audited")(command)
 app.add_typer(adapter_commands.app, name="adapter")
 app.add_typer(model_commands.app, name="model")
 app.add_typer(bench_commands.app, name="bench")

@@ -1,4 +1,4 @@
-"""`infinilora adapter`: check, push, list, show, alias, roll back, verify and remove adapters."""
+"""`infinilora adapter`: check, push, list, show, alias, roll back, pin, verify and remove adapters."""
 
 import json
 from collections.abc import Sequence
@@ -177,6 +177,26 @@ def rollback(
             raise InvalidRequest(f"--to {to!r}: wanted a version, like v3", param="to")
         record = api.rollback(name, int(number) if number else None)
     out.print(f"{record['name']} v{record['version']} {record['digest']}", markup=False)
+
+
+@app.command()
+def pin(
+    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> None:
+    """Keep an adapter of yours resident, whatever its heat; `infinilora pin` is an operator's, and audited."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        record = api.pin(name, pinned=True)
+    out.print(f"{record['name']} is pinned", markup=False)
+
+
+@app.command()
+def unpin(
+    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> None:
+    """Let an adapter of yours be evicted again."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        record = api.pin(name, pinned=False)
+    out.print(f"{record['name']} is not pinned", markup=False)
 
 
 @app.command()

@@ -70,6 +70,10 @@ class Api:
         with self._errors():
             return _body(self._http.get(path))
 
+    def post(self, path: str, body: Json) -> Json:
+        with self._errors():
+            return _body(self._http.post(path, json=body))
+
     def models(self) -> list[Json]:
         models: list[Json] = self.get("/v1/models")["data"]
         return models
@@ -102,6 +106,10 @@ class Api:
     def rollback(self, name: str, to: int | None) -> Json:
         """Make version `to` the current one; None: the one before the present."""
         return self._change(name, "rollback", {"to": to})
+
+    def pin(self, name: str, *, pinned: bool) -> Json:
+        """Have it kept resident whatever its heat, or not any more."""
+        return self._change(name, "pin", {"pinned": pinned})
 
     def verify(self, name: str) -> Json:
         """Have what the store holds read and hashed; says `ok`, and what is not."""

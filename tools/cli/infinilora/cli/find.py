@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from infinilora.cli.api import Api
 from infinilora.cli.home import Home
 from infinilora.cli.options import DEFAULT_URL
+from infinilora.protocol.errors import InvalidRequest
 
 
 def gateway(url: str, var_dir: Path) -> str:
@@ -15,3 +17,12 @@ def coordinator(url: str, var_dir: Path) -> str | None:
     """None where nobody has said it and no local system runs here."""
     running = None if url else Home(var_dir).running()
     return running.coordinator_url if running else url or None
+
+
+def operator(url: str, key: str, var_dir: Path) -> Api:
+    """A coordinator, shown an operator's key: the one that is given, else that of the var directory's system."""
+    where = coordinator(url, var_dir)
+    if where is None:
+        raise InvalidRequest(f"no coordinator is known: {var_dir} runs no system here; give --coordinator URL")
+    home = Home(var_dir)
+    return Api(where, api_key=key or (home.secrets().admin_key if not url and home.running() else ""))

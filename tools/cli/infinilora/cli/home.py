@@ -33,6 +33,8 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     s3_access_key: str
     s3_secret_key: str
     rpc_token: str
+    admin_key: str = ""
+    """Empty in a file that is older than this; one is added then."""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +94,10 @@ class Home:
     def secrets(self) -> Secrets:
         """The secrets of this directory, made on first use."""
         path = self.directory / "secrets.json"
-        if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Secrets)
-        made = Secrets(
-            nats=secrets.token_urlsafe(24),
-            redis=secrets.token_urlsafe(24),
-            s3_access_key=secrets.token_hex(10),
-            s3_secret_key=secrets.token_urlsafe(24),
-            rpc_token=secrets.token_urlsafe(24),
-        )
-        write_private(path, json.dumps(msgspec.to_builtins(made), indent=2) + "\n")
+        kept = msgspec.json.decode(path.read_bytes(), type=Secrets) if path.exists() else _new_secrets()
+        made = kept if kept.admin_key else msgspec.structs.replace(kept, admin_key=secrets.token_urlsafe(24))
+        if made != kept or not path.exists():
+            write_private(path, json.dumps(msgspec.to_builtins(made), indent=2) + "\n")
         return made
 
     def say_running(self, running: Running) -> None:
@@ -121,6 +117,17 @@ class Home:
     def _by(self) -> str:
         running = self.running()
         return f" by process {running.pid}, serving {running.url}" if running else ""
+
+
+def _new_secrets() -> Secrets:
+    return Secrets(
+        nats=secrets.token_urlsafe(24),
+        redis=secrets.token_urlsafe(24),
+        s3_access_key=secrets.token_hex(10),
+        s3_secret_key=secrets.token_urlsafe(24),
+        rpc_token=secrets.token_urlsafe(24),
+        admin_key=secrets.token_urlsafe(24),
+    )
 
 
 def write_private(path: Path, text: str) -> None:

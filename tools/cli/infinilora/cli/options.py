@@ -19,4 +19,12 @@ ApiKey = Annotated[str, typer.Option("--api-key", envvar="INFINILORA_API_KEY", h
 Tenant = Annotated[
     str, typer.Option("--tenant", envvar="INFINILORA_TENANT", help="Whose adapters; by default those of the key.")
 ]
+Coordinator = Annotated[
+    str,
+    typer.Option("--coordinator", envvar="INFINILORA_COORDINATOR_URL", help="Default: that of --var-dir's system."),
+]
+AdminKey = Annotated[
+    str,
+    typer.Option("--admin-key", envvar="INFINILORA_ADMIN_KEY", help="An operator's. Default: --var-dir's system's."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs.")]

@@ -20,6 +20,8 @@ from infinilora.cli.settings import child_env
 MODEL_READY_S = 300.0
 """A large model takes its time to be read from a disk, and the gateway is ready once an engine is."""
 READY_S = 60.0
+OPERATOR = "local"
+"""How the audit names whoever may read the directory of a local system."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Plan:
     lora_shape: str = "1x1"
     shard_ports: tuple[int, ...] = ()
     """Of the other shards."""
+    admin_key: str = field(default="", repr=False)
+    """With which an operator shows himself to the coordinator."""
     shared: Mapping[str, str] = field(repr=False, kw_only=True)
 
     @property
@@ -67,7 +71,11 @@ def stopping(programs: Iterable[str]) -> list[list[str]]:
 
 
 def coordinator(plan: Plan) -> Program:
-    settings = {"COORDINATOR_ID": "coordinator-0", "LISTEN": f"{HOST}:{plan.coordinator_port}"}
+    settings = {
+        "COORDINATOR_ID": "coordinator-0",
+        "LISTEN": f"{HOST}:{plan.coordinator_port}",
+        "ADMIN_KEYS": f"{plan.admin_key}:{OPERATOR}" if plan.admin_key else "",
+    }
     return _program(plan, "coordinator", settings, answers(f"{plan.coordinator_url}/readyz"), READY_S)
 
 

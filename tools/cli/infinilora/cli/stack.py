@@ -19,9 +19,11 @@ from infinilora.cli.child import Child, Program
 from infinilora.cli.home import Home, Running
 from infinilora.cli.models import find_model
 from infinilora.cli.ports import kept_ports, want
-from infinilora.cli.services import Plan, services, stopping
+from infinilora.cli.services import Plan, lora_threads, services, stopping
 from infinilora.protocol.errors import InvalidRequest
-from infinilora.protocol.shards import Shape
+from infinilora.protocol.shards import ONE, Shape
+
+AUTO = "auto"
 
 OnEvent = Callable[[str, str], None]
 """Called with a program's name and what happened to it: "ready", a death, a forced stop."""
@@ -65,8 +67,8 @@ class Stack:
         self.served_name = served_name or self.model.name
         self._port = port
         self._lora = lora
-        self._shape = Shape.parse(lora_shape)
-        if lora != "remote" and self._shape.num_shards > 1:
+        self._shape = None if lora_shape == AUTO else Shape.parse(lora_shape)
+        if lora != "remote" and self._shape != ONE:
             raise InvalidRequest(f"lora is {lora!r}: there is no LoRA server of shape {lora_shape}", param="lora_shape")
         if engines < 1:
             raise InvalidRequest(f"engines is {engines}; wanted at least one", param="engines")
@@ -107,8 +109,9 @@ class Stack:
         self.home.lock()
         try:
             port = await want(self._port)
+            shape = self._shape if self._shape is not None else await asyncio.to_thread(self._auto_shape)
             shared = await self._start_servers()
-            self._plan = self._plan_services(port, shared)
+            self._plan = self._plan_services(port, shape, shared)
             await self._run(services(self._plan))
             self.home.say_running(Running(pid=os.getpid(), url=self.url, coordinator_url=self.coordinator_url))
         except BaseException:
@@ -156,8 +159,20 @@ class Stack:
         addresses = {f"INFINILORA_{name.upper()}_URL": url for name, url in urls.items()}
         return {"INFINILORA_RPC_TOKEN": self.home.secrets().rpc_token, **addresses, **credentials}
 
-    def _plan_services(self, gateway_port: int, shared: dict[str, str]) -> Plan:
-        ports = kept_ports(self.home.ports_file, "services", 1 + self._shape.num_shards + self._num_engines)
+    def _auto_shape(self) -> Shape:
+        """By the cost model; measures this machine first, where that was never done here."""
+        from infinilora.cli.lora_shape import choose, constants_of, shape_of  # numpy, which others need not load
+
+        constants = constants_of(self.home.directory, threads=self._threads)
+        own = lora_threads(self._threads)
+        choice = choose(self.model, constants, engines=self._num_engines, lora_threads=own)
+        shape = shape_of(choice)
+        told = f"shape {shape} of at most {own} shards: a step in {choice.step_s * 1e3:.1f} ms by the cost model"
+        self._on_event("lora-server", told)
+        return shape
+
+    def _plan_services(self, gateway_port: int, shape: Shape, shared: dict[str, str]) -> Plan:
+        ports = kept_ports(self.home.ports_file, "services", 1 + shape.num_shards + self._num_engines)
         coordinator, lora_server, *others = ports
         return Plan(
             model=self.model,
@@ -170,9 +185,10 @@ class Stack:
             coordinator_port=coordinator,
             engine_ports=tuple(others[: self._num_engines]),
             lora_server_port=lora_server,
-            lora_shape=str(self._shape),
+            lora_shape=str(shape),
             shard_ports=tuple(others[self._num_engines :]),
             engine_shards=self._engine_shards,
+            admin_key=self.home.secrets().admin_key,
             shared={**shared, **self._extra_env},
         )
 

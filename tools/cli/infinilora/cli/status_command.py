@@ -1,22 +1,23 @@
-"""`infinilora status`: the fleet as the coordinator sees it, and the adapters as the gateway does."""
+"""`infinilora status` and `infinilora top`: the fleet as the coordinator sees it, once with the adapters, or live."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.live import Live
 
 from infinilora.cli.adapter_commands import table_of
 from infinilora.cli.api import Api, Json
 from infinilora.cli.find import coordinator, gateway
-from infinilora.cli.options import ApiKey, AsJson, Url, VarDir
-from infinilora.cli.terminal import err, errors, in_bytes, out, show_table
+from infinilora.cli.fleet_tables import glance
+from infinilora.cli.options import ApiKey, AsJson, Coordinator, Url, VarDir
+from infinilora.cli.terminal import err, errors, out, show_table, wide
+from infinilora.protocol.errors import InvalidRequest, Unavailable
 
-Coordinator = Annotated[
-    str,
-    typer.Option("--coordinator", envvar="INFINILORA_COORDINATOR_URL", help="Default: that of --var-dir's system."),
-]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
+Looks = Annotated[int, typer.Option("--looks", min=0, help="End after so many; 0: at Ctrl-C.")]
 
 
 def status(
@@ -40,27 +41,37 @@ def status(
         out.print_json(json.dumps({"fleet": fleet, "adapters": adapters}))
         return
     if fleet:
-        show_table(_members(fleet))
+        show_table(glance(fleet))
         out.print()
     else:
         err.print("[dim]no coordinator is known here; --coordinator URL shows the fleet[/dim]")
     show_table(table_of(adapters))
 
 
-def _members(fleet: Json) -> Table:
-    table = Table("process", "state", "health", "address", "load", box=None, pad_edge=False)
-    for member in fleet["members"]:
-        mark = " (leads)" if member["id"] == fleet["leader"] else ""
-        table.add_row(member["id"] + mark, member["state"], member["health"], member["address"], _load(member["load"]))
-    return table
+def top(
+    *, interval: Interval = 1.0, looks: Looks = 0, coordinator_url: Coordinator = "", var_dir: VarDir = Path(".var")
+) -> None:
+    """Watch the fleet: who is there, what runs, which adapters are hot and where."""
+    with errors():
+        where = coordinator(coordinator_url, var_dir)
+        if where is None:
+            raise InvalidRequest(f"no coordinator is known: {var_dir} runs no system here; give --coordinator URL")
+        with Api(where) as api, Live(console=wide(), screen=out.is_terminal, auto_refresh=False) as live:
+            try:
+                _watch(api, live, interval, looks)
+            except KeyboardInterrupt:
+                return
 
 
-def _load(load: Json | None) -> str:
-    match load:
-        case {"running": running, "waiting": waiting, "kv_blocks_free": free, "kv_blocks_total": total}:
-            return f"{running} running, {waiting} waiting, {free} of {total} KV blocks free"
-        case {"bytes_free": free, "bytes_total": total, "leases": leases, "resident": resident}:
-            used = f"{in_bytes(total - free)} of {in_bytes(total)}"
-            return f"{len(resident)} adapters resident, {used}, {leases} leases"
-        case _:
-            return ""
+def _watch(api: Api, live: Live, interval: float, looks: int) -> None:
+    """A coordinator that does not answer is shown as that, and asked again."""
+    look = 0
+    while True:
+        try:
+            live.update(glance(api.get("/v1/fleet")), refresh=True)
+        except Unavailable as error:
+            live.update(error.message, refresh=True)
+        look += 1
+        if look == looks:
+            return
+        time.sleep(interval)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,9 +21,13 @@ PIPE_WIDTH = 200
 """Columns of a table where nobody looks: a program wants one line for one row."""
 
 
-def show_table(table: Table) -> None:
-    console = out if out.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-    console.print(table)
+def wide() -> Console:
+    """Where tables go."""
+    return out if out.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def show_table(table: Table | Group) -> None:
+    wide().print(table)
 
 
 def show_error(error: InfiniLoraError) -> None:

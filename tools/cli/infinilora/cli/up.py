@@ -22,7 +22,9 @@ Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP
 Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: in the engine. none: base only.")]
 LoraShape = Annotated[
     str,
-    typer.Option("--lora-shape", help="Processes of the LoRA server: ExL, experts cut E ways and layers L ways."),
+    typer.Option(
+        "--lora-shape", help="Processes of the LoRA server: ExL, experts cut E ways and layers L ways; or auto."
+    ),
 ]
 Engines = Annotated[int, typer.Option("--engines", min=1, help="Engines of the base model; they share the threads.")]
 Shards = Annotated[

@@ -1,5 +1,6 @@
 """The speeds and prices that planning takes for granted, each with its source, in one file that can be replaced."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -67,3 +68,17 @@ def read_constants(path: Path = FILE) -> Constants:
             wanted = "1 or more" if least else "more than 0"
             raise InvalidRequest(f"{path}: {name}: found {value}; wanted {wanted}", param="constants")
     return constants
+
+
+def with_measured(constants: Constants, measured: Mapping[str, float], source: str) -> Constants:
+    """Those that were measured, in place of what they were, with where they are from; the others as they are."""
+    return msgspec.structs.replace(constants, **{name: Constant(value, source) for name, value in measured.items()})
+
+
+def write_constants(constants: Constants, path: Path) -> None:
+    """As `read_constants` reads it. InvalidRequest where it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(constants), indent=2).decode() + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to write", param="out") from None

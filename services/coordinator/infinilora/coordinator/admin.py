@@ -1,0 +1,185 @@
+"""What operators do by hand: the leader does it, any other coordinator has it done by the leader.
+
+Every act is noted in the audit in one step with what it changes, under the leader's epoch; what it orders of others
+is noted before it is ordered.
+"""
+
+import asyncio
+from typing import Any, assert_never
+
+import msgspec
+
+from infinilora.coordinator.audit import Audit, now
+from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.rebalance import MAX_SHOWN, Difference
+from infinilora.coordinator.reconcile import Reconciler
+from infinilora.protocol import keys, subjects
+from infinilora.protocol.adapter import AdapterRecord
+from infinilora.protocol.admin import (
+    AdminReply,
+    AdminRequest,
+    DrainMember,
+    EvictAdapter,
+    Freeze,
+    Frozen,
+    PinAdapter,
+    Rebalance,
+)
+from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad
+from infinilora.protocol.errors import AdapterNotFound, Conflict, InvalidRequest, Unavailable
+from infinilora.protocol.ids import DEFAULT_TENANT, Digest, check_name, parse_digest
+from infinilora.runtime.bus import Bus
+from infinilora.runtime.membership import Member
+from infinilora.runtime.store import Change, Stamp, Store, Value
+
+ACT_S = 30.0
+"""For the leader's answer to another coordinator: a plan of a large fleet takes seconds."""
+
+
+class Admin:
+    """Takes acts whose caller is known. Raises one of our errors for what cannot be done, and has done nothing then."""
+
+    def __init__(
+        self, *, store: Store, bus: Bus, leadership: Leadership, reconciler: Reconciler, audit: Audit
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._bus = bus
+        self._leadership = leadership
+        self._reconciler = reconciler
+        self._audit = audit
+
+    async def do(self, request: AdminRequest) -> AdminReply:
+        """Here if this process leads, else where the leader is."""
+        if self._leadership.is_leading:
+            return await self.obey(request)
+        leader = self._leadership.leader
+        if leader is None:
+            raise Unavailable("no coordinator leads now; one will in a moment", retry_after_s=1.0)
+        return await self._bus.request(subjects.admin(leader.partition("/")[0]), request, AdminReply, timeout_s=ACT_S)
+
+    async def obey(self, request: AdminRequest) -> AdminReply:
+        """As the leader. Raises Unavailable where it is not."""
+        epoch = self._leadership.holding
+        if epoch is None:
+            raise Unavailable("this coordinator does not lead any more; another will in a moment", retry_after_s=1.0)
+        match request.act:
+            case PinAdapter() as act:
+                result = await self._pin(act, request, epoch)
+            case EvictAdapter() as act:
+                result = await self._evict(act, request, epoch)
+            case DrainMember() as act:
+                result = await self._drain(act, request, epoch)
+            case Freeze() as act:
+                result = await self._freeze(act, request, epoch)
+            case Rebalance() as act:
+                result = await self._rebalance(act, request, epoch)
+            case _:
+                assert_never(request.act)
+        self._reconciler.look_again()
+        return AdminReply(result={"act": msgspec.to_builtins(request.act), "epoch": epoch, **result})
+
+    async def _pin(self, act: PinAdapter, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        found = await self._record(act.adapter)
+        record = found.value
+        shown = {"adapter": f"{record.tenant}/{record.name}", "digest": record.current}
+        if record.pinned == act.pinned:
+            await self._audit.write(request, epoch)
+            return {**shown, "changed": False}
+        pinned = msgspec.structs.replace(record, pinned=act.pinned, revision=record.revision + 1)
+        entry = keys.adapter_entry(record.tenant, record.name)
+        swap = await self._audit.write(
+            request,
+            epoch,
+            [Change(keys.adapter(record.tenant, record.name), found.raw, pinned)],
+            [Stamp(keys.REGISTRY_JOURNAL, entry, keys.REGISTRY_REVISION)],
+        )
+        event = AdapterEvent(
+            action="put", tenant=record.tenant, name=record.name, revision=swap.counters[0], digest=record.current
+        )
+        await self._bus.publish(subjects.ADAPTER_EVENTS, event)
+        return {**shown, "changed": True}
+
+    async def _evict(self, act: EvictAdapter, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        digests = await self._digests(act.adapter)
+        groups = self._reconciler.heads()
+        if act.group and act.group not in groups:
+            raise InvalidRequest(f"no group {act.group!r} is there; found {_names(groups)}", param="group")
+        await self._audit.write(request, epoch)
+        asked = {name: server for name, server in groups.items() if act.group in ("", name)}
+        orders = [(n, server, d) for n, server in sorted(asked.items()) for d in sorted(digests & _resident(server))]
+        give = self._reconciler.orders.give
+        outcomes = await asyncio.gather(*(give(server, Evict(digest=digest), epoch) for _, server, digest in orders))
+        told = zip(orders, outcomes, strict=True)
+        return {"orders": [{"group": n, "digest": digest, "outcome": outcome} for (n, _, digest), outcome in told]}
+
+    async def _drain(self, act: DrainMember, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        drains, name = self._reconciler.drains, act.member
+        groups, engines = self._reconciler.heads(), self._reconciler.engines()
+        if name in groups and name in engines:
+            raise Conflict(f"{name!r} is the name of a group and of an engine; rename one", param="member")
+        if act.draining and name not in groups and name not in engines:
+            told = f"groups: {_names(groups)}; engines: {_names(engines)}"
+            raise InvalidRequest(f"no group or engine {name!r} is there; found {told}", param="member")
+        await drains.refresh()
+        is_draining = name in drains.wanted
+        if not act.draining and not is_draining:
+            raise InvalidRequest(f"{name!r} was not told to drain; found {_names(drains.wanted)}", param="member")
+        await self._audit.write(request, epoch, [await drains.change(name, draining=act.draining)])
+        await drains.refresh()
+        return {"member": name, "changed": is_draining != act.draining}
+
+    async def _freeze(self, act: Freeze, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        found = await self._store.get(keys.FREEZE, Frozen)
+        change = Change(keys.FREEZE, found.raw if found else None, None)
+        if act.frozen:
+            change = change._replace(value=Frozen(who=request.who, at=now(), reason=request.reason))
+        await self._audit.write(request, epoch, [change] if act.frozen or found else [])
+        return {"changed": act.frozen != (found is not None)}
+
+    async def _rebalance(self, act: Rebalance, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        frozen = await self._store.get(keys.FREEZE, Frozen)
+        if frozen and not act.dry_run:
+            who, at = frozen.value.who, frozen.value.at
+            raise Conflict(f"{who} froze the fleet at {at}; unfreeze it first, or ask for a dry run")
+        found = await self._reconciler.differences(afresh=act.fresh)
+        if not act.dry_run:
+            await self._audit.write(request, epoch)
+            self._reconciler.look_again(afresh=act.fresh)
+        names = self._reconciler.registry.names()
+        return {"bases": [_shown(base, changes, names) for base, changes in found.items()]}
+
+    async def _record(self, name: str) -> Value[AdapterRecord]:
+        """Of `name` or `tenant/name`."""
+        tenant, _, short = name.rpartition("/")
+        tenant = check_name(tenant, "tenant") if tenant else DEFAULT_TENANT
+        found = await self._store.get(keys.adapter(tenant, check_name(short)), AdapterRecord)
+        if found is None or found.value.deleted_at:
+            raise AdapterNotFound(f"adapter '{tenant}/{short}' does not exist", param="adapter")
+        return found
+
+    async def _digests(self, name: str) -> frozenset[Digest]:
+        """Every version of a name; or the digest that was given, whatever names lead to it."""
+        if name.startswith("sha256:"):
+            return frozenset({parse_digest(name)})
+        record = (await self._record(name)).value
+        return frozenset(version.digest for version in record.versions)
+
+
+def _resident(server: Member) -> frozenset[Digest]:
+    load = server.beat.load
+    return frozenset(load.resident) if isinstance(load, GroupLoad) else frozenset()
+
+
+def _names(found: Any) -> str:
+    return ", ".join(sorted(found)) or "none"
+
+
+def _shown(base: str, found: Difference, names: dict[Digest, str]) -> dict[str, Any]:
+    moves = [{"name": names.get(move.digest), **move._asdict()} for move in found.moves[:MAX_SHOWN]]
+    return {
+        "base": base,
+        "reasons": found.reasons,
+        "num_moves": len(found.moves),
+        "num_bytes": found.num_bytes,
+        "moves": moves,
+    }

@@ -1,0 +1,205 @@
+"""What an operator does by hand: pin, evict, drain, freeze, rebalance, and who did what. Any coordinator takes it."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from infinilora.cli.api import Json
+from infinilora.cli.find import operator
+from infinilora.cli.options import AdminKey, AsJson, Coordinator, VarDir
+from infinilora.cli.terminal import REFUSED, errors, in_bytes, out, show_table
+
+VAR = Path(".var")
+TAKEN = "taken"
+SHOWN = 50
+"""Moves in a table; --json has more."""
+
+Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME or TENANT/NAME.")]
+Evicted = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME, TENANT/NAME, or sha256:...")]
+MemberName = Annotated[str, typer.Argument(metavar="MEMBER", help="A group of LoRA servers, or an engine.")]
+Group = Annotated[str, typer.Option("--group", help="Of this group alone.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; it stays in the audit.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, and why.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Plan as if nothing were anywhere, whatever it moves.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the latest first.")]
+
+
+class Desk:
+    """Where an act is sent, and by whom: the options that all of these commands have."""
+
+    def __init__(self, coordinator: str, admin_key: str, var_dir: Path) -> None:
+        self._coordinator = coordinator
+        self._admin_key = admin_key
+        self._var_dir = var_dir
+
+    def act(self, name: str, reason: str, **fields: Any) -> Json:
+        """What the leader says it did. A refusal ends the command."""
+        with errors(), operator(self._coordinator, self._admin_key, self._var_dir) as api:
+            return api.post(f"/v1/admin/{name}", {**fields, "reason": reason})
+
+    def audit(self, limit: int) -> list[Json]:
+        with errors(), operator(self._coordinator, self._admin_key, self._var_dir) as api:
+            entries: list[Json] = api.get(f"/v1/admin/audit?limit={limit}")["entries"]
+            return entries
+
+
+def pin(
+    adapter: Adapter,
+    *,
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Keep an adapter resident, whatever its heat."""
+    _say_pinned(Desk(coordinator, admin_key, var_dir).act("pin", reason, adapter=adapter), "pinned")
+
+
+def unpin(
+    adapter: Adapter,
+    *,
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Let an adapter be evicted again."""
+    _say_pinned(Desk(coordinator, admin_key, var_dir).act("pin", reason, adapter=adapter, pinned=False), "unpinned")
+
+
+def evict(
+    adapter: Evicted,
+    *,
+    group: Group = "",
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Have an adapter's slots given up. Requests that run keep theirs; whoever asks for it has it loaded again."""
+    done = Desk(coordinator, admin_key, var_dir).act("evict", reason, adapter=adapter, group=group)
+    for order in done["orders"]:
+        out.print(f"{order['group']}: {order['digest']} {order['outcome']}", markup=False)
+    if not done["orders"]:
+        out.print(f"{adapter} is resident nowhere{f' in {group}' if group else ''}", markup=False)
+    if any(order["outcome"] != TAKEN for order in done["orders"]):
+        raise typer.Exit(REFUSED)
+
+
+def drain(
+    member: MemberName,
+    *,
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Have a group or an engine take no new work; `infinilora status` shows when nothing runs on it."""
+    done = Desk(coordinator, admin_key, var_dir).act("drain", reason, member=member)
+    out.print(f"{member} {'is to drain' if done['changed'] else 'was draining already'}", markup=False)
+
+
+def undrain(
+    member: MemberName,
+    *,
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Have what was told to drain take work again."""
+    Desk(coordinator, admin_key, var_dir).act("drain", reason, member=member, draining=False)
+    out.print(f"{member} takes work again", markup=False)
+
+
+def freeze(
+    *, reason: Reason = "", coordinator: Coordinator = "", admin_key: AdminKey = "", var_dir: VarDir = VAR
+) -> None:
+    """Have the coordinator place, move and scale nothing by itself until `unfreeze`. Requests are served as before."""
+    done = Desk(coordinator, admin_key, var_dir).act("freeze", reason)
+    out.print("frozen" if done["changed"] else "was frozen already; now by you")
+
+
+def unfreeze(
+    *, reason: Reason = "", coordinator: Coordinator = "", admin_key: AdminKey = "", var_dir: VarDir = VAR
+) -> None:
+    """Let the coordinator decide by itself again."""
+    done = Desk(coordinator, admin_key, var_dir).act("freeze", reason, frozen=False)
+    out.print("not frozen any more" if done["changed"] else "was not frozen")
+
+
+def rebalance(
+    *,
+    dry_run: DryRun = False,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Plan which group holds what, now; with --dry-run, say what would change and why."""
+    done = Desk(coordinator, admin_key, var_dir).act("rebalance", reason, dry_run=dry_run, fresh=fresh)
+    if as_json:
+        out.print_json(json.dumps(done))
+        return
+    for base in done["bases"]:
+        show_table(moves_table(base["moves"][:SHOWN]))
+        counts = ", ".join(f"{count} {why}" for why, count in base["reasons"].items()) or "no adapters"
+        verb = "would change" if dry_run else "change"
+        out.print(
+            f"{base['base'][:19]}: {base['num_moves']} {verb}, {in_bytes(base['num_bytes'])} to bring in; {counts}",
+            markup=False,
+        )
+    if not done["bases"]:
+        out.print("no LoRA server is there: nothing to plan")
+
+
+def audit(
+    *,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Show who did what by hand, when, under which epoch, and why."""
+    entries = Desk(coordinator, admin_key, var_dir).audit(limit)
+    if as_json:
+        out.print_json(json.dumps(entries))
+        return
+    table = Table("number", "when", "who", "epoch", "act", "reason", box=None, pad_edge=False)
+    for entry in entries:
+        told = " ".join(f"{key}={value}" for key, value in entry["act"].items() if key != "act")
+        act = f"{entry['act']['act']} {told}"
+        cells = (str(entry["number"]), entry["at"], entry["who"], str(entry["epoch"]), act, entry["reason"])
+        table.add_row(*(escape(cell) for cell in cells))
+    show_table(table)
+
+
+def moves_table(moves: list[Json]) -> Table:
+    """What a plan changes, hottest first."""
+    table = Table("adapter", "why", "from", "to", "requests/s", "to bring in", box=None, pad_edge=False)
+    for move in moves:
+        table.add_row(
+            escape(move["name"] or move["digest"][:19]),
+            move["reason"],
+            escape(", ".join(move["before"]) or "-"),
+            escape(", ".join(move["after"]) or "-"),
+            f"{move['rps']:.2f}",
+            in_bytes(move["num_bytes"]),
+        )
+    return table
+
+
+def _say_pinned(done: Json, what: str) -> None:
+    out.print(
+        f"{done['adapter']} {what if done['changed'] else f'was {what} already'} ({done['digest']})", markup=False
+    )
+
+
+COMMANDS = (pin, unpin, evict, drain, undrain, freeze, unfreeze, rebalance, audit)
