@@ -41,14 +41,17 @@ class Step:
         site: int = SITE,
         row_start: int = 0,
         in_cols: int = COLS,
+        out_cols: int = COLS,
+        runs: tuple[int, ...] = (),
         ids: torch.Tensor | None = None,
     ) -> tuple[int, list[float]]:
         """Status, and the first column."""
-        x, out = torch.ones(ROWS, COLS), torch.full((ROWS, COLS), -1.0)
-        call = step_id, layer, site, row_start, ROWS, in_cols, COLS, 0 if ids is None else 1, 0
+        x, self.out = torch.ones(ROWS, COLS), torch.full((ROWS, out_cols), -1.0)
+        call = step_id, layer, site, row_start, ROWS, in_cols, out_cols, 0 if ids is None else 1, 0
+        asked = torch.tensor(runs, dtype=torch.int32)
         chosen = None if ids is None else ids.data_ptr()
-        status = self.compute(self.native.address, *call, x.data_ptr(), chosen, None, out.data_ptr())
-        return status, out[:, 0].tolist()
+        tensors = asked.data_ptr(), len(runs) // 2, x.data_ptr(), chosen, None, self.out.data_ptr()
+        return self.compute(self.native.address, *call, *tensors), self.out[:, 0].tolist()
 
 
 @pytest.fixture
@@ -83,6 +86,38 @@ def test_a_bias_is_added_to_the_rows_that_have_one(step: Step) -> None:
     step.bind(3, bias=torch.full((COLS,), 0.5))
     step.load((0, 1, 3), (1, 2, 2))
     assert step.call(site=3) == (COMPUTED, [0.0, 8.5, 8.5])
+
+
+def test_runs_of_columns_lie_side_by_side_in_the_answer(step: Step) -> None:
+    a, bt = torch.ones(1, COLS), torch.arange(20.0)[None]
+    step.kernels.bind(2, 0, 3, tuple(Part(a=a, bt=bt, scale=0.5, out_offset=at) for at in (0, 30)), COLS, 60)
+    step.load((1, 2, 2))
+    status, _ = step.call(site=3, out_cols=15, runs=(2, 7, 18, 24, 29, 33))
+    columns = [2, 3, 4, 5, 6, 18, 19, None, None, None, None, None, 0, 1, 2]
+    wanted = [0.0 if column is None else 4.0 * column for column in columns]
+    assert status == COMPUTED
+    assert step.out.tolist() == [[0.0] * 15, wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("runs", "out_cols", "site"),
+    [
+        ((0, 4, 4, 9), 9, SITE),
+        ((0, 3), 4, SITE),
+        ((0, 5), 4, SITE),
+        ((5, 5), 1, SITE),
+        ((6, 4), 2, SITE),
+        ((-2, 2), 4, SITE),
+        ((0, 4), 4, EMBED),
+        ((0, 4), 4, MOE_DOWN),
+    ],
+    ids=str,
+)
+def test_runs_that_a_site_or_an_answer_has_no_room_for_are_left_to_python(
+    step: Step, runs: tuple[int, ...], out_cols: int, site: int
+) -> None:
+    step.load((0, 3, 2))
+    assert step.call(site=site, runs=runs, out_cols=out_cols)[0] == DECLINED
 
 
 def test_token_ids_are_expanded_as_the_rows_of_the_plan(step: Step) -> None:
@@ -149,6 +184,8 @@ def named_call(step: Step, site: int, rows: list[int]) -> tuple[int, torch.Tenso
     status = step.compute(
         step.native.address,
         *call,
+        None,
+        0,
         x.data_ptr(),
         table.data_ptr(),
         routed.data_ptr() if is_down else None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ def delta_of(slot: int, generation: int, layer: int, site: int) -> float:
     return slot * 1000 + generation * 100 + layer * 10 + site
 
 
-def echo_of(x: Tensor, ids: Tensor | None, weights: Tensor | None, columns: range) -> Tensor:
+def echo_of(x: Tensor, ids: Tensor | None, weights: Tensor | None, columns: Sequence[int]) -> Tensor:
     """What a group that echoes adds besides: a number for each row, of all that came with it, and each column's own."""
     rows = x.flatten(1).float().sum(1)
     for part, factor in ((ids, 2), (weights, 3)):
@@ -169,7 +169,7 @@ class ScriptedGroup:
                 out[first - header.row_start : last - header.row_start] = delta
         if self.echoes:
             assert call.x is not None
-            columns = range(header.out_begin, header.out_begin + header.out_cols)
+            columns = [c for run in header.runs or ((0, header.out_cols),) for c in range(*run)]
             out += echo_of(call.x, call.topk_ids, call.topk_weights, columns)
         end.reply_buffer(call).copy_(out)
         end.reply(call)

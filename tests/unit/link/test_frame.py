@@ -89,3 +89,13 @@ def test_slices_cover_a_row_once_and_each_fits(columns: int, width: int, buffer:
     assert slices[-1][1] == columns
     assert all(0 < (end - at) * width <= buffer for at, end in slices)
     assert len(slices) == 1 or columns * width > buffer
+
+
+def test_runs_of_columns_are_asked_for_side_by_side_and_one_as_an_older_server_knows_it() -> None:
+    shape = Header(Kind.SITE, out_cols=100)
+    assert shape.runs == ()
+    one, two = shape.asking([(3, 9)]), shape.asking([(0, 4), (7, 9)])
+    assert (one.runs, one.out_cols, one.flags, one.out_begin, one.out_end) == (((3, 9),), 6, 0, 3, 9)
+    assert (two.runs, two.out_cols, two.out_end) == (((0, 4), (7, 9)), 6, 0)
+    trace = bytes([1]) * 24
+    assert (one.traced(trace).trace, two.traced(trace).runs) == (trace, two.runs)

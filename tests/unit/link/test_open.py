@@ -74,6 +74,19 @@ def test_an_engine_opens_only_a_ring_file_of_its_directory(name: str, tmp_path: 
         attach({"backend": "shm", "file": name}, bytes(32), _settings(tmp_path))
 
 
+def test_a_server_says_that_it_takes_runs_of_columns_and_an_older_one_does_not(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    offers, opener = Offers(settings), Opener(settings)
+    for forgets, takes_runs in ((), True), (("runs",), False):
+        opening = opener.choose(offers.wire)
+        said = {key: value for key, value in opening.chosen.items() if key not in forgets}
+        end = attach(said, opening.secret, settings)
+        assert end.takes_runs is takes_runs
+        end.close()
+    offers.close()
+    opener.close()
+
+
 def test_a_full_directory_falls_back_to_tcp(tmp_path: Path) -> None:
     engine = _settings(tmp_path)
     huge = LinkSettings(directory=tmp_path, num_buffers=1 << 20, buffer_bytes=1 << 36)

@@ -83,6 +83,22 @@ def test_x_and_y_may_be_laid_out_otherwise_every_time(kind: str, dtype: torch.dt
 
 
 @every_kind
+def test_runs_of_columns_travel_in_one_call_in_every_step(kind: str, tmp_path: Path) -> None:
+    runs = [(0, 40), (60, 65), (75, 100)]
+    with linked(kind, tmp_path) as (engine, serving):
+        ticket = engine.prepare(shape(30, 24, 100).asking(runs))
+        for step in range(3):
+            x, y = random_rows(30, 24, seed=step), torch.full((30, 70), torch.nan)
+            engine.send_plan(step, [], trace=bytes([7]) * 24)
+            engine.send(ticket, step, 2, x)
+            engine.wait(ticket, y, deadline_s=LONG_S, add=False)
+            assert torch.equal(y, rule(2, SITE, x, 70, None, None))
+    sites = [call.header for call in serving.calls if call.header.kind == Kind.SITE]
+    assert len(sites) > 3, "cut into chunks, each of which says its runs"
+    assert {site.runs for site in sites} == {tuple(runs)}
+
+
+@every_kind
 def test_slices_of_columns_go_to_their_place_in_every_step(kind: str, tmp_path: Path) -> None:
     cuts = [(0, 40), (40, 75), (75, 100)]
     with linked(kind, tmp_path) as (engine, _):

@@ -4,7 +4,7 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from infinilora.kernels.batch import Part
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.ends import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkRefused
-from infinilora.link.frame import PlanSegment
+from infinilora.link.frame import DTYPES, Header, Kind, PlanSegment
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
 from infinilora.lora_server.serve import LinkThread
 from infinilora.pool.execute import Grants
@@ -78,14 +78,20 @@ class Link:
         return out
 
 
-@pytest.fixture(params=["by definition", "native"])
-def link(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Link]:
-    native = SlotKernels(num_slots=4, num_layers=2)
-    link = Link(tmp_path, DefinedKernels() if request.param == "by definition" else native)
+@contextmanager
+def living(tmp_path: Path, kernels: DefinedKernels | SlotKernels) -> Iterator[Link]:
+    link = Link(tmp_path, kernels)
     yield link
     link.thread.stop()
     link.engine.close()
     assert not link.deaths
+
+
+@pytest.fixture(params=["by definition", "native"])
+def link(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Link]:
+    native = SlotKernels(num_slots=4, num_layers=2)
+    with living(tmp_path, DefinedKernels() if request.param == "by definition" else native) as link:
+        yield link
 
 
 def test_planned_rows_get_their_delta_and_the_others_zeros(link: Link) -> None:
@@ -159,6 +165,52 @@ def test_a_slice_of_lm_head_is_those_columns_of_it(link: Link) -> None:
     assert not out[0].any()
     with pytest.raises(LinkRefused, match=f"columns 5..9 came with room for {COLS}"):
         link.call(site=Site.LM_HEAD, out_slice=(5, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_runs_of_columns_come_side_by_side_in_the_dtype_of_their_rows(link: Link, dtype: torch.dtype) -> None:
+    a, bt = torch.arange(1.0, COLS + 1)[None] / 8, torch.arange(20.0)[None]
+    link.kernels.bind(1, 0, Site.QKV, (Part(a=a, bt=bt, scale=1.0, out_offset=0),), COLS, 20)
+    shape = Header(Kind.SITE, site=Site.QKV, rows=ROWS, in_cols=COLS, dtype=DTYPES.index(dtype))
+    ticket = link.engine.prepare(shape.asking([(3, 5), (7, 8), (15, 19)]))
+    x, out = torch.randn(ROWS, COLS).to(dtype), torch.full((ROWS, 7), torch.nan, dtype=dtype)
+    link.engine.send_plan(1, [PlanSegment(1, 3, 1, 7)], trace=TRACE)
+    link.engine.send(ticket, 1, 0, x)
+    link.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
+    wanted = (x.double() @ a.double().T) @ bt.double()[:, [3, 4, 7, 15, 16, 17, 18]]
+    wanted[0] = 0.0
+    torch.testing.assert_close(out.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("site", "runs", "why"),
+    [
+        (Site.O, [(0, 4), (4, 9)], r"columns 0\.\.4, 4\.\.9 came with room for 8"),
+        (Site.O, [(0, 4), (12, 16)], "columns 12"),
+        (Site.O, [(0, 10), (10, 8)], "came with room for 8"),
+        (Site.O, [(0, 0), (0, 0)], "columns of no run came with room for 8"),
+        (Site.EMBED, [(0, 4), (4, 8)], "slice of site embed"),
+    ],
+    ids=str,
+)
+def test_runs_that_fit_no_site_or_answer_are_refused_not_guessed(
+    tmp_path: Path, site: Site, runs: list[tuple[int, int]], why: str
+) -> None:
+    with living(tmp_path, SlotKernels(num_slots=4, num_layers=2)) as link:
+        link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+        shape = Header(Kind.SITE, site=site, rows=ROWS, in_cols=COLS).asking(runs)._replace(out_cols=COLS)
+        ticket = link.engine.prepare(shape)
+        link.engine.send(ticket, 1, 0, torch.ones(ROWS, COLS))
+        with pytest.raises(LinkRefused, match=why):
+            link.engine.wait(ticket, torch.zeros(ROWS, COLS), deadline_s=WAIT_S, add=False)
+
+
+def test_native_kernels_answer_slices_without_python(tmp_path: Path) -> None:
+    with living(tmp_path, SlotKernels(num_slots=4, num_layers=2)) as link:
+        link.engine.send_plan(1, [PlanSegment(1, 2, 1, 7)])
+        link.call()
+        link.thread._site_call = None  # type: ignore[assignment, method-assign]  # Python cannot answer any more
+        assert link.call(out_slice=(0, COLS))[:, 5].tolist() == [0.0, 16.0, 16.0, 0.0]
 
 
 def test_an_embedding_is_computed_from_token_ids_alone(link: Link) -> None:

@@ -77,14 +77,33 @@ struct Call {
   const int32_t* ids;
   const float* weights;
   float* to;
+  const uint32_t* runs;
+  uint32_t num_runs;
 };
+
+// The runs of a dense site's columns that the call asks for, each to its place in a row of out. A run that is none is
+// refused by the launch; columns that no run fills would be sent as they are.
+int32_t launch_runs(il_launch& l, const Call& c) {
+  int64_t at = 0;
+  for (uint32_t r = 0; r < c.num_runs; ++r) {
+    const int64_t begin = c.runs[2 * r], columns = c.runs[2 * r + 1] - begin;
+    if (columns < 1 || columns > c.out - at || begin > INT32_MAX - columns) return kBadSite;
+    l.first_column = int32_t(begin);
+    l.out_dim = int32_t(columns);
+    if (int32_t wrong = il_lora_dense(&l, c.x, c.in, c.to + at, c.out)) return wrong;
+    at += columns;
+  }
+  return at == c.out ? 0 : kBadSite;
+}
 
 int32_t launch(const il_step& step, int64_t place, const il_segment* segments, int num_segments, const Call& c) {
   il_launch l{.sites = step.table + place, .slot_stride = step.slot_stride, .segments = segments,
               .num_segments = num_segments, .num_slots = step.num_slots, .rows = c.rows, .topk = 1,
               .in_dim = c.in, .out_dim = c.out, .accumulate = 0, .first_column = kWhole};
+  const bool is_moe = c.site == kMoeGateUp || c.site == kMoeDown;
+  if (c.num_runs) return is_moe || c.site == kEmbed ? kBadSite : launch_runs(l, c);
   if (c.site == kEmbed) return c.ids == nullptr || c.topk != 1 ? kBadSite : il_lora_embed(&l, c.ids, c.to, c.out);
-  if (c.site != kMoeGateUp && c.site != kMoeDown) return il_lora_dense(&l, c.x, c.in, c.to, c.out);
+  if (!is_moe) return il_lora_dense(&l, c.x, c.in, c.to, c.out);
   const int32_t routed = c.site == kMoeGateUp ? c.out : c.in;
   if (c.ids == nullptr || c.topk < 1 || routed % c.topk) return kBadSite;
   l.topk = c.topk;
@@ -123,11 +142,11 @@ int32_t compute_named(const il_step& step, uint32_t layer, Call c) {
 
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
                         uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
-                        const float* x, const int32_t* ids, const float* weights, float* out) {
+                        const uint32_t* runs, uint32_t num_runs, const float* x, const int32_t* ids, const float* weights, float* out) {
   if (step->step_id != step_id || site >= uint32_t(il::kSites)) return kDeclined;
   if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
   const il::Call call{int32_t(site), int32_t(rows), int32_t(in_cols), int32_t(out_cols), int32_t(topk),
-                      x,             ids,           weights,          out};
+                      x,             ids,           weights,          out,               runs,         num_runs};
   __atomic_store_n(&step->busy, 1u, __ATOMIC_SEQ_CST);
   int32_t status = kDeclined;
   if (__atomic_load_n(&step->version, __ATOMIC_SEQ_CST) == step->granted_version)

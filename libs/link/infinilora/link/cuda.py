@@ -157,7 +157,7 @@ class CudaEnginePort(EngineBeside):
             raise Internal(f"{self._calls.in_flight} site calls are under way; a captured step comes after them")
         numbers = self._calls.number(len(headers))
         self._control.send_headers(
-            header._replace(step_id=step_id, sequence=number, trace=self._trace)
+            header._replace(step_id=step_id, sequence=number).traced(self._trace)
             for header, number in zip(headers, numbers, strict=True)
         )
 

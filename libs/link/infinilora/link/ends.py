@@ -29,6 +29,7 @@ from infinilora.link.frame import (
     Header,
     Kind,
     PlanSegment,
+    Run,
     rows_that_fit,
 )
 from infinilora.link.layout import State
@@ -56,6 +57,8 @@ class EngineEnd:
         self._narrowing = narrowing if port.narrows else "never"
         self._narrow_limit_bytes = narrow_limit_bytes
         self._outstanding: list[Ticket] = []
+        self.takes_runs = False
+        """Whether the server answers several runs of columns in one call. An older one does not."""
 
     def send_plan(self, step_id: int, segments: Sequence[PlanSegment], *, trace: bytes = NO_TRACE) -> None:
         """Begin a step: what was outstanding is abandoned; the site calls that follow belong to `step_id`."""
@@ -142,8 +145,8 @@ class EngineEnd:
         row_start: int = 0,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
-        in_slice: tuple[int, int] = (0, 0),
-        out_slice: tuple[int, int] = (0, 0),
+        in_slice: Run = (0, 0),
+        out_slice: Run = (0, 0),
     ) -> Ticket:
         """Prepare and send a call that comes once: all rows of x, to be answered with [T, out_cols] of its dtype.
 

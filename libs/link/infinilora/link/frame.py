@@ -16,6 +16,7 @@ import enum
 import itertools
 import mmap
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,14 @@ HEADER_BYTES = 128
 ALIGN = 64
 NO_TRACE = bytes(24)
 
+MAX_RUNS = 3
+"""Of columns in one call: those of q, k and v. They lie where the trace would, which a call's plan has too."""
+
 HEADER_FORMAT = "<8xIIQQIIIIIIIIIIIIQ8x24s8x"
 """The fields of `Header` in order. What is skipped is the port's own: its word, and when an answer was computed."""
 
 _HEADER = struct.Struct(HEADER_FORMAT)
+_RUNS = struct.Struct(f"<{2 * MAX_RUNS}I")
 _SEGMENT_BYTES = 16
 
 
@@ -46,13 +51,14 @@ class Kind(enum.IntEnum):
 class Flag:
     """Bits of a header. LAST: the last chunk of its site call. HAS_IDS, HAS_WEIGHTS: what follows x in the payload.
 
-    HAS_ROWS: the ids begin with rows.
+    HAS_ROWS: the ids begin with rows. HAS_RUNS: `trace` holds the runs of output columns that are asked for.
     """
 
     LAST = 1
     HAS_IDS = 2
     HAS_WEIGHTS = 4
     HAS_ROWS = 8
+    HAS_RUNS = 16
     ROUTED = HAS_IDS | HAS_WEIGHTS
 
 
@@ -63,6 +69,10 @@ NARROW = len(DTYPES)
 """Added to the number of a dtype: rows travel as eight-bit integers, and are of that dtype at both ends."""
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+Run = tuple[int, int]
+"""Columns [begin, end) of a site."""
 
 
 class PlanSegment(NamedTuple):
@@ -117,6 +127,26 @@ class Header(NamedTuple):
     @property
     def is_last(self) -> bool:
         return bool(self.flags & Flag.LAST)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of the site's columns that are asked for, side by side in the answer; none: all columns."""
+        if not self.flags & Flag.HAS_RUNS:
+            return ((self.out_begin, self.out_end),) if self.out_end else ()
+        edges = _RUNS.unpack(self.trace)
+        return tuple(itertools.takewhile(lambda run: run[1], zip(edges[::2], edges[1::2], strict=True)))
+
+    def asking(self, runs: Sequence[Run]) -> "Header":
+        """This shape for some runs of its columns alone, at most MAX_RUNS. An older server knows one run only."""
+        out_cols = sum(end - begin for begin, end in runs)
+        if len(runs) == 1:
+            return self._replace(out_cols=out_cols, out_begin=runs[0][0], out_end=runs[0][1])
+        edges = [*itertools.chain.from_iterable(runs), *itertools.repeat(0, 2 * (MAX_RUNS - len(runs)))]
+        return self._replace(out_cols=out_cols, flags=self.flags | Flag.HAS_RUNS, trace=_RUNS.pack(*edges))
+
+    def traced(self, trace: bytes) -> "Header":
+        """With the trace of its step; without, where its runs lie there."""
+        return self if self.flags & Flag.HAS_RUNS else self._replace(trace=trace)
 
     @property
     def ids_offset(self) -> int:
@@ -177,7 +207,7 @@ def rows_that_fit(request_row_bytes: int, reply_row_bytes: int, buffer_bytes: in
     return fit
 
 
-def column_slices(columns: int, item_bytes: int, buffer_bytes: int) -> list[tuple[int, int]]:
+def column_slices(columns: int, item_bytes: int, buffer_bytes: int) -> list[Run]:
     """Cut a reply row that is wider than a buffer into `[begin, end)`, as even as can be; one slice if it fits."""
     pieces = -(-columns * item_bytes // buffer_bytes)
     edges = [columns * i // pieces for i in range(pieces + 1)]

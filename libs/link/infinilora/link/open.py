@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from infinilora.link import shm, tcp
 from infinilora.link.ends import NARROW_LIMIT_BYTES, EngineEnd, ServerEnd
+from infinilora.link.frame import MAX_RUNS
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
 from infinilora.link.narrow import Narrowing
@@ -38,6 +39,9 @@ STALE_S = 120.0
 
 I8 = "i8"
 """What an engine that narrows asks for beside tcp. A server that can says it again; an older one is silent."""
+
+RUNS = "runs"
+"""How many runs of columns a call may ask for: what a server says of itself. An older one is silent: one."""
 
 Offer = dict[str, str]
 """`backend`, and what that back-end needs to be found: all strings, as the wire carries them."""
@@ -101,7 +105,7 @@ class Opening:
     def __init__(
         self, chosen: Offer, secret: bytes, take: Callable[[float], ServerEnd], cancel: Callable[[], None]
     ) -> None:
-        self.chosen = chosen
+        self.chosen = chosen | {RUNS: str(MAX_RUNS)}
         self.secret = secret
         self._take = take
         self._cancel = cancel
@@ -223,6 +227,12 @@ class Opener:
 
 def attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, *, timeout_s: float = 5.0) -> EngineEnd:
     """Open the engine's end of what the server chose. Blocking, at most `timeout_s`."""
+    end = _attach(chosen, secret, settings, timeout_s)
+    end.takes_runs = chosen.get(RUNS) == str(MAX_RUNS)
+    return end
+
+
+def _attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, timeout_s: float) -> EngineEnd:
     match chosen.get("backend"):
         case "shm":
             return shm.engine_end(_ring_file(chosen, secret, settings), spin_s=settings.spin_s)

@@ -87,7 +87,7 @@ class Ticket:
 
     def begin(self, step_id: int, layer: int, trace: bytes) -> None:
         """For ports that send in Python: a call is under way, with x the call's own rows as they travel."""
-        self.header = self.header._replace(step_id=step_id, layer=layer, trace=trace)
+        self.header = self.header._replace(step_id=step_id, layer=layer).traced(trace)
         if self.x is not None:
             self.x = _cut(self.x, self.rows, self.header.in_cols, self.x_stride, self.x_skip)
             if self.header.is_narrow:

@@ -192,8 +192,8 @@ class StepWork:
 class SiteCall(NamedTuple):
     """One site over some rows of a step. out is [rows, out_dim]; for MOE_GATE_UP [rows, k, 2f].
 
-    EMBED has its token ids in `topk_ids` [rows, 1]. With `first_column`, out is a slice of a dense site's columns; with
-    `first_input`, x is a slice of its inputs, and out their part of the delta.
+    EMBED has its token ids in `topk_ids` [rows, 1]. With `columns`, out has those runs [begin, end) of a dense site's
+    columns, side by side; with `first_input`, x is a slice of its inputs, and out their part of the delta.
     With `rows` int32 [rows], in order, they are those rows of the step, and `row_start` says nothing.
     """
 
@@ -204,7 +204,7 @@ class SiteCall(NamedTuple):
     out: Tensor
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
-    first_column: int | None = None
+    columns: Sequence[tuple[int, int]] = ()
     first_input: int | None = None
     rows: Tensor | None = None
 
@@ -227,19 +227,22 @@ def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall
                 kernels.moe_down(call.layer, table, call.x, ids, weights, call.out, accumulate=accumulate)
             case Site.EMBED:
                 kernels.embed(call.layer, table, _token_ids(call), call.out, accumulate=accumulate)
-            case _ if call.first_column is not None or call.first_input is not None:
-                kernels.dense_columns(
-                    call.layer,
-                    call.site,
-                    table,
-                    call.x,
-                    call.out,
-                    first=call.first_column or 0,
-                    first_in=call.first_input,
-                    accumulate=accumulate,
-                )
+            case _ if call.columns or call.first_input is not None:
+                _dense_columns(kernels, table, call, accumulate=accumulate)
             case _:
                 kernels.dense(call.layer, call.site, table, call.x, call.out, accumulate=accumulate)
+
+
+def _dense_columns(kernels: SiteKernels, table: Tensor, call: SiteCall, *, accumulate: bool) -> None:
+    """Each run of columns to its place in out."""
+    at = 0
+    for begin, end in call.columns or ((0, call.out.shape[1]),):
+        out = call.out[:, at : at + end - begin]
+        inputs = call.first_input
+        kernels.dense_columns(
+            call.layer, call.site, table, call.x, out, first=begin, first_in=inputs, accumulate=accumulate
+        )
+        at += end - begin
 
 
 def _ids(call: SiteCall) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from infinilora.kernels.step import NativeStep
 from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
-from infinilora.link.frame import Header, Kind
+from infinilora.link.frame import Flag, Header, Kind, Run
 from infinilora.link.times import SiteTimes
 from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
 from infinilora.protocol.adapter import MOE_SITES, Site
@@ -168,14 +168,14 @@ class LinkThread:
         assert x is not None
         if self._owns and not self._owns(header.layer, header.site):
             raise InvalidRequest(f"layer {header.layer}, site {header.site}: that is of another shard of this group")
-        first, first_input = _slices(header)
+        runs, first_input = _slices(header)
         if header.site == Site.MOE_GATE_UP:
             out = out.view(header.rows, _topk(call), -1)
         elif header.site == Site.MOE_DOWN:
             x = x.view(header.rows, _topk(call), -1)
         ids, weights = call.topk_ids, call.topk_weights
         layer, site, at = header.layer, header.site, header.row_start
-        return SiteCall(layer, site, at, x, out, ids, weights, first, first_input, call.rows)
+        return SiteCall(layer, site, at, x, out, ids, weights, runs, first_input, call.rows)
 
     def _refuse(self, call: Call, error: InfiniLoraError) -> None:
         header = call.header
@@ -198,19 +198,20 @@ class LinkThread:
             self._traces.record("lora.step", trace.start_s, end_s, attributes, parent=parent)
 
 
-def _slices(header: Header) -> tuple[int | None, int | None]:
-    """Where a call's columns of the output, and of the input, begin in the site; None: it has all of them."""
-    if not (header.in_end or header.out_end):
-        return None, None
+def _slices(header: Header) -> tuple[tuple[Run, ...], int | None]:
+    """The runs of output columns that a call asks for (none: all), and where its inputs begin (None: it has all)."""
+    runs, has_runs = header.runs, bool(header.flags & Flag.HAS_RUNS)
+    if not (header.in_end or runs or has_runs):
+        return (), None
     if header.site in MOE_SITES or header.site == Site.EMBED:
         raise InvalidRequest(f"a call for a slice of site {Site(header.site).label}, which is never cut by columns")
-    if header.out_end and header.out_end - header.out_begin != header.out_cols:
-        raise InvalidRequest(
-            f"a call for columns {header.out_begin}..{header.out_end} came with room for {header.out_cols}"
-        )
+    asked = ", ".join(f"{begin}..{end}" for begin, end in runs)
+    is_none = any(begin >= end for begin, end in runs) or (has_runs and not runs)
+    if is_none or (runs and sum(end - begin for begin, end in runs) != header.out_cols):
+        raise InvalidRequest(f"a call for columns {asked or 'of no run'} came with room for {header.out_cols}")
     if header.in_end and header.in_end - header.in_begin != header.in_cols:
         raise InvalidRequest(f"a call of inputs {header.in_begin}..{header.in_end} came with {header.in_cols}")
-    return header.out_begin if header.out_end else None, header.in_begin if header.in_end else None
+    return runs, header.in_begin if header.in_end else None
 
 
 def _topk(call: Call) -> int:

@@ -42,11 +42,12 @@ constexpr uint64_t kPieceBytes = 48 * 1024;  // a worker's part of a move: sever
 constexpr int64_t kShortSpinNs = 5'000;     // before any yield; and all the spinning there is on a crowded core
 constexpr int64_t kLongYieldNs = 50'000;    // a yield that took so long gave the core to somebody who keeps it
 constexpr uint32_t kCrowdedWaits = 64;      // for so many waits: a sleeper is woken sooner than a yielder gets its turn
+constexpr uint32_t kMaxRuns = 3;           // as MAX_RUNS in frame.py
 constexpr int64_t kSleepSliceNs = 20'000'000;  // a lost wake-up (a peer without this library) costs at most this
 
 enum Status : int { kOk = 0, kTimeout = 1, kClosed = 2, kRefused = 3, kBlocked = 4, kCorrupt = 5 };
 enum Kind : uint32_t { kPlan = 1, kSite = 2, kReply = 3, kError = 4 };
-enum Flag : uint32_t { kLast = 1, kHasIds = 2, kHasWeights = 4, kHasRows = 8 };
+enum Flag : uint32_t { kLast = 1, kHasIds = 2, kHasWeights = 4, kHasRows = 8, kHasRuns = 16 };
 enum State : uint32_t { kAbsent = 0, kOpen = 1, kShut = 2, kQuarantined = 3 };
 enum Chunk : uint8_t { kDone = 0, kOutstanding = 1, kAbandoned = 2 };
 
@@ -59,7 +60,7 @@ struct FrameHeader {
   uint32_t topk, dtype;
   uint64_t payload_bytes;
   int64_t began_ns;  // of an answer: when the server took the call up and had computed it, on its monotonic clock
-  uint8_t trace[24];
+  uint8_t trace[24];  // with kHasRuns: kMaxRuns pairs of columns [begin, end), zeros where there are fewer
   int64_t ended_ns;
 };
 static_assert(sizeof(FrameHeader) == 128, "frame.py packs 128 bytes");
@@ -320,7 +321,7 @@ struct Engine : Rings {    // begins as zeros
     t.sent_ns = now_ns();
     t.header.step_id = step_id;
     t.header.layer = layer;
-    std::memcpy(t.header.trace, trace, sizeof(trace));
+    if (!(t.header.flags & kHasRuns)) std::memcpy(t.header.trace, trace, sizeof(trace));
     t.x = x;
     t.ids = ids;
     t.weights = weights;
@@ -396,10 +397,10 @@ bool fits(const FrameHeader& h, uint64_t capacity) {
 
 // The server's end ------------------------------------------------------------------------------------------
 
-// Computes one fp32 site call into `out`; anything but 0: it did not, the frame is for Python.
+// Computes one site call, in fp32, into `out`; anything but 0: it did not, the frame is for Python.
 using Compute = int32_t (*)(void* program, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
                             uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
-                            const float* x, const int32_t* ids, const float* weights, float* out);
+                            const uint32_t* runs, uint32_t num_runs, const float* x, const int32_t* ids, const float* weights, float* out);
 
 struct Times {  // of site calls computed; written by the serving thread alone
   uint64_t calls;
@@ -422,6 +423,7 @@ struct Times {  // of site calls computed; written by the serving thread alone
 struct Server : Rings {  // begins as zeros
   uint64_t taken;        // request frames done with
   int64_t began_ns;      // when the frame in hand was taken up
+  float wide[];          // [capacity]: the input and the delta of a call in two-byte elements
 
   void release() {
     store(&file->consumed, ++taken);
@@ -454,14 +456,28 @@ struct Server : Rings {  // begins as zeros
   }
 
   bool computes(FrameHeader* h, Compute compute, void* program) {
-    if (h->kind != kSite || h->dtype != kF32 || h->in_end || h->out_end) return false;
-    char* x = payload(h);
-    char* ids = x + aligned(uint64_t(h->rows) * h->in_cols * 4);
-    char* weights = h->flags & kHasIds ? ids + uint64_t(h->rows) * h->topk * 4 : ids;
-    auto out = reinterpret_cast<float*>(payload(reply(h->sequence)));
-    return !compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->topk,
-                    h->flags & kHasRows, reinterpret_cast<float*>(x), h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
-                    h->flags & kHasWeights ? reinterpret_cast<float*>(weights) : nullptr, out);
+    if (h->kind != kSite || h->in_end) return false;
+    const bool has_runs = h->flags & kHasRuns;
+    const auto* runs = has_runs ? reinterpret_cast<const uint32_t*>(h->trace) : &h->out_begin;
+    uint32_t num_runs = 0;
+    while (num_runs < (has_runs ? kMaxRuns : 1) && runs[2 * num_runs + 1]) ++num_runs;
+    if (has_runs && !num_runs) return false;
+    const uint64_t rows = h->rows, inputs = rows * h->in_cols, outputs = rows * h->out_cols;
+    char *x = payload(h), *out = payload(reply(h->sequence));
+    char* ids = x + aligned(inputs * width(h->dtype));
+    char* weights = h->flags & kHasIds ? ids + rows * h->topk * 4 : ids;
+    auto *x32 = reinterpret_cast<float*>(x), *out32 = reinterpret_cast<float*>(out);
+    if (h->dtype != kF32) {
+      x32 = wide, out32 = wide + inputs;
+      best_moves().take[h->dtype][kF32][0](x, reinterpret_cast<char*>(x32), inputs);
+    }
+    if (compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->topk,
+                h->flags & kHasRows, runs, num_runs, x32,
+                h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
+                h->flags & kHasWeights ? reinterpret_cast<float*>(weights) : nullptr, out32))
+      return false;
+    if (h->dtype != kF32) best_moves().take[kF32][h->dtype][0](reinterpret_cast<char*>(out32), out, outputs);
+    return true;
   }
 
   Status serve(int64_t timeout_ns, Compute compute, void* program, Times& times, FrameHeader** found) {
@@ -469,7 +485,8 @@ struct Server : Rings {  // begins as zeros
       const Status status = recv(timeout_ns, found);
       if (status != kOk) return status;
       if (!computes(*found, compute, program)) return kOk;
-      times.add(began_ns, answer(kReply, uint64_t((*found)->rows) * (*found)->out_cols * 4));
+      const uint64_t outputs = uint64_t((*found)->rows) * (*found)->out_cols;
+      times.add(began_ns, answer(kReply, outputs * width((*found)->dtype)));
     }
   }
 
@@ -491,7 +508,8 @@ Engine* il_ring_engine_open(char* base, int64_t spin_ns) {
 }
 
 Server* il_ring_server_open(char* base, int64_t spin_ns) {
-  Server* s = static_cast<Server*>(std::calloc(1, sizeof(Server)));
+  const uint64_t capacity = reinterpret_cast<FileHeader*>(base)->buffer_bytes;
+  Server* s = static_cast<Server*>(std::calloc(1, sizeof(Server) + capacity * sizeof(float)));  // untouched: not there
   if (s) s->open(base, spin_ns);
   return s;
 }

@@ -23,7 +23,7 @@ from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, Span
 from infinilora.engine.lora.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.link import ports
 from infinilora.link.ends import EngineEnd
-from infinilora.link.frame import Flag, Header, Kind, PlanSegment, column_slices
+from infinilora.link.frame import MAX_RUNS, Flag, Header, Kind, PlanSegment, column_slices
 from infinilora.link.shapes import dtype_code
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.protocol.ids import Digest
@@ -235,7 +235,7 @@ class StepCalls:
 
 
 def _tickets(end: EngineEnd, shape: Header, at: int, cut: SiteSlice) -> list[ports.Ticket]:
-    """For rows from row `at` of x on: one, or one for each run of output columns.
+    """For rows from row `at` of x on: one, or one for each run of output columns that cannot come with others.
 
     Runs are those of a shard of an engine, or what fits a buffer of a row of lm_head.
     """
@@ -244,10 +244,13 @@ def _tickets(end: EngineEnd, shape: Header, at: int, cut: SiteSlice) -> list[por
     runs = cut.outputs or column_slices(shape.out_cols, shape.torch_dtype.itemsize, end.buffer_bytes)
     if not cut.outputs and (shape.site != Site.LM_HEAD or len(runs) == 1):
         return [end.prepare(shape, at=at)]
+    if cut.outputs and end.takes_runs and len(runs) <= MAX_RUNS:
+        whole = shape.asking(runs)
+        if whole.row_bytes(whole.out_cols) <= end.buffer_bytes:
+            return [end.prepare(whole, at=at)]
     tickets, out_at = [], 0
     for first, stop in runs:
-        part = shape._replace(out_cols=stop - first, out_begin=first, out_end=stop)
-        tickets.append(end.prepare(part, at=at, out_at=out_at))
+        tickets.append(end.prepare(shape.asking([(first, stop)]), at=at, out_at=out_at))
         out_at += stop - first
     return tickets
 

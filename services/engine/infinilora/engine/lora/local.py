@@ -5,7 +5,7 @@ in `add`, straight into y: nothing runs beside the base product, so an own buffe
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -150,8 +150,8 @@ class LocalLora:
             None if routing is None else routing.topk_weights[at],
         )
         try:
-            for part in _cut(call, self._slices.get((ticket.layer, ticket.site), WHOLE)):
-                execute(self._pool.kernels, self._grants, ticket.plan.work, part, accumulate=True)
+            call = _cut(call, self._slices.get((ticket.layer, ticket.site), WHOLE))
+            execute(self._pool.kernels, self._grants, ticket.plan.work, call, accumulate=True)
         except AdapterError as error:
             raise StepLost(ticket.plan.layout.spans[rows.span].digests, error.message) from error
 
@@ -193,17 +193,9 @@ class LocalLora:
                 lease.scales.put(scale)
 
 
-def _cut(call: SiteCall, cut: SiteSlice) -> Iterator[SiteCall]:
-    """The calls for what a shard has of a site: one for each run of its output columns."""
-    if cut.inputs is not None:
-        call = call._replace(first_input=cut.inputs[0])
-    if not cut.outputs:
-        yield call
-        return
-    at = 0
-    for begin, end in cut.outputs:
-        yield call._replace(out=call.out[:, at : at + end - begin], first_column=begin)
-        at += end - begin
+def _cut(call: SiteCall, cut: SiteSlice) -> SiteCall:
+    """The call for what a shard has of a site."""
+    return call._replace(columns=cut.outputs, first_input=None if cut.inputs is None else cut.inputs[0])
 
 
 def _tenancy(segment: AdapterRows) -> TenancyRows:
