@@ -82,9 +82,10 @@ class World:
         resident: tuple[Digest, ...] = (),
         incarnation: str = "x",
         state: ProcessState = "ready",
+        rows_per_s: float = 0.0,
     ) -> None:
         self._seq += 1
-        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident)
+        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident, rows_per_s=rows_per_s)
         beat = Beat(
             kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
             base=BASE, group=group, load=load,

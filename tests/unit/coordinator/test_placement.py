@@ -158,6 +158,17 @@ def test_the_faster_group_takes_more_of_the_load() -> None:
     assert len(found["g1"]) == pytest.approx(30, abs=2)
 
 
+def test_the_hot_are_on_the_fast_group_the_rare_and_the_outsize_on_the_slow() -> None:
+    """A small fast group beside a large one of an eighth of its speed."""
+    groups = [Group("fast", 40, speed=1.0), Group("slow", 400, speed=0.125)]
+    hot = [Adapter(digest_of(b"hot%d" % n), 10, 10.0) for n in range(4)]
+    rare = [Adapter(digest_of(b"rare%d" % n), 10, 0.01) for n in range(20)]
+    outsize = [Adapter(digest_of(b"outsize"), 90, 0.5)]
+    found = by_group(place(groups, [*rare, *outsize, *hot], {}, fill=1.0), groups)
+    assert set(found["fast"]) == {adapter.digest for adapter in hot}
+    assert set(found["slow"]) == {adapter.digest for adapter in (*rare, *outsize)}
+
+
 def test_copies_are_on_different_hosts() -> None:
     groups = [Group("g1", 99, host="h1"), Group("g2", 99, host="h1"), Group("g3", 10, host="h2")]
     plan = place(groups, [Adapter(A, 5, 9.0, copies=2)], {}, fill=1.0)

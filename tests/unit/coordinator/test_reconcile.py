@@ -21,6 +21,7 @@ from infinilora.protocol.control import (
     PlacementPart,
     Stage,
 )
+from infinilora.protocol.ids import digest_of
 from infinilora.runtime.memory import MemoryBus
 from support.coordinator_world import BASE, INTERVAL_S, A, B, C, a_world, stamp
 from support.waiting import eventually
@@ -76,6 +77,21 @@ async def test_a_new_adapter_and_a_removed_one_change_the_placement() -> None:
         placement = await world.placement()
         assert placement is not None
         assert (placement.revision, placement.groups) == (3, {"g1": (B,)})
+
+
+async def test_a_group_that_beats_a_lower_speed_is_given_less_of_the_load() -> None:
+    async with a_world() as world:
+        hot = [digest_of(b"hot%d" % number) for number in range(10)]
+        for number, digest in enumerate(hot):
+            await world.register(f"hot{number}", digest)
+            await world.warm(digest, 5)
+        await world.leadership.step()
+        await world.beat("g1", rows_per_s=1000.0)
+        await world.beat("g2", rows_per_s=4000.0)
+        await world.reconciler.round()
+        placement = await world.placement()
+        assert placement is not None
+        assert {group: len(held) for group, held in placement.groups.items()} == {"g1": 2, "g2": 8}
 
 
 async def test_a_standby_looks_and_writes_nothing() -> None:

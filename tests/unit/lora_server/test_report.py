@@ -1,13 +1,20 @@
-"""What a LoRA server shows of its tiers is what is in them."""
+"""What a LoRA server shows of its tiers is what is in them, and what it says of its group is of all shards."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from infinilora.lora_server.report import show_pool
+import pytest
+
+from infinilora.lora_server.commands import Commands
+from infinilora.lora_server.report import beat, show_pool
+from infinilora.lora_server.settings import Settings
+from infinilora.lora_server.shard import Shard
 from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.protocol.control import GroupLoad
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.metrics import LoraServerMetrics, new_registry, render
+from infinilora.runtime.service import Service
 from support.cards import make_card
 from support.pools import DefinedKernels, pack
 from support.procs import wait_until
@@ -47,5 +54,20 @@ def test_the_gauges_of_the_tiers_rise_and_fall_with_an_adapter(tmp_path: Path) -
     assert shown("host") > 0
     pool.forget(adapter.digest)
     wait_until(lambda: (shown("disk"), shown("host")) == (0, 0), "the tiers to be empty")
+    pool.close()
+    assert not deaths
+
+
+@pytest.mark.parametrize(("shape", "told"), [("1x1", 500.0), ("2x1", 1000.0), ("1x2", 1000.0)])
+async def test_a_groups_speed_is_that_of_its_shards_together(tmp_path: Path, shape: str, told: float) -> None:
+    card = make_card("qwen3_moe", num_layers=2, num_experts=4)
+    urls: dict[str, Any] = {"nats_url": "nats://n:1", "redis_url": "redis://r:1", "store_url": f"file://{tmp_path}"}
+    shard = Shard(Settings(base=card.fingerprint, shape=shape, **urls), card)
+    deaths: list[BaseException] = []
+    blobs = DirectoryBlobs(tmp_path / "store")
+    pool = AdapterPool(shard.pool_config(), blobs, DefinedKernels(), on_death=deaths.append)
+    said = beat(shard, Service("test"), pool, Commands(pool), "here:1", 500.0).load
+    assert isinstance(said, GroupLoad)
+    assert (said.rows_per_s, said.shape) == (told, shape)
     pool.close()
     assert not deaths

@@ -72,10 +72,12 @@ def test_a_shard_of_a_group_has_a_name_of_its_own(environment: pytest.MonkeyPatc
         ({"SHARD": "1", "HEAD": "h:1"}, "SHARD"),
         ({"SHAPE": "2x2", "SHARD": "1"}, "HEAD"),
         ({"SHAPE": "2x2", "HEAD": "h:1"}, "HEAD"),
+        ({"ROWS_PER_S": "-1"}, "ROWS_PER_S"),
+        ({"ROWS_PER_S": "inf"}, "ROWS_PER_S"),
     ],
     ids=str,
 )
-def test_what_is_no_shard_of_its_shape_is_refused_by_name(
+def test_what_is_no_shard_of_its_shape_or_no_speed_is_refused_by_name(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], told: dict[str, str], name: str
 ) -> None:
     for key, value in told.items():

@@ -37,6 +37,9 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     resident: tuple[Digest, ...] = ()
     shape: str = "1x1"
     """expert_parallel x layer_parallel: the processes that are one group. Only the head beats, once all are there."""
+    rows_per_s: float = 0.0
+    """Rows of one site that it computes in a second, measured when it started; to be held against other groups of its
+    base (speeds.py). 0: not told."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from infinilora.protocol.admin import Frozen
 from infinilora.protocol.control import AdapterEvent, Death, Evict, GroupLoad, ProcessState, Stage
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.speeds import relative_speeds
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
@@ -275,15 +276,17 @@ class Reconciler:
         ]
 
     def _groups(self, base: Fingerprint) -> list[Group]:
-        servers = self._servers(base)
+        servers, loads = self._servers(base), self._loads(base)
+        speeds = relative_speeds({group: load.rows_per_s for group, load in loads.items()})
         return [
             Group(
                 group,
                 load.bytes_total,
+                speed=speeds[group],
                 host=servers[group].beat.address.rpartition(":")[0],
                 state="draining" if group in self.drains.wanted else "ready",
             )
-            for group, load in self._loads(base).items()
+            for group, load in loads.items()
         ]
 
     async def _plan(self, base: Fingerprint, adapters: list[Adapter]) -> Table:

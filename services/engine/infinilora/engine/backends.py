@@ -189,6 +189,7 @@ def groups_of(members: Iterable[Member], base: Fingerprint) -> Iterable[Group]:
                 address=beat.address,
                 incarnation=beat.incarnation,
                 bytes_free=beat.load.bytes_free,
+                rows_per_s=beat.load.rows_per_s,
                 leases=beat.load.leases,
                 resident=frozenset(beat.load.resident),
             )

@@ -6,14 +6,12 @@ from functools import partial
 
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.leases import LoraServer
-from infinilora.lora_server.settings import Settings
+from infinilora.lora_server.shard import Shard
 from infinilora.pool.follower import FollowerPool
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Beat, GroupLoad
 from infinilora.protocol.errors import Unavailable
-from infinilora.protocol.shards import Shape
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import Store
@@ -25,11 +23,12 @@ RESIDENCY_TTL_S = 10.0
 
 
 def beat(
-    settings: Settings, service: Service, card: BaseCard, pool: AdapterPool, commands: Commands, address: str
+    shard: Shard, service: Service, pool: AdapterPool, commands: Commands, address: str, rows_per_s: float
 ) -> Beat:
-    """How it goes now. Runs on the heart's thread: reads only."""
+    """How it goes now. Runs on the heart's thread: reads only. `rows_per_s`: of this shard."""
     load = pool.load()
-    num_shards = Shape.parse(settings.shape).num_shards
+    settings, card = shard.settings, shard.card
+    num_shards = shard.sharding.shape.num_shards
     return Beat(
         kind="lora-server",
         id=settings.id,
@@ -41,12 +40,14 @@ def beat(
         model=card.name,
         group=settings.group,
         load=GroupLoad(
-            # The pool counts what an adapter takes of its fullest shard; a group has so much of each.
+            # The pool counts what an adapter takes of its fullest shard; a group has so much of each. Shards compute
+            # side by side, at different sites or for different engines, and are taken to be as fast as the head.
             bytes_free=load.bytes_free * num_shards,
             bytes_total=load.bytes_total * num_shards,
             leases=load.leases,
             resident=load.resident,
             shape=settings.shape,
+            rows_per_s=rows_per_s * num_shards,
         ),
     )
 

@@ -36,6 +36,8 @@ class Settings(Common):
 
     device: Literal["cpu"] = "cpu"
     threads: int = Field(default=2, ge=1)
+    rows_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How fast this shard is told to be, against those of other groups of its base; 0: measured at start (speed.py)."""
     pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Memory for adapters, at their true ranks."""
     num_slots: int = Field(default=0, ge=0)

@@ -22,6 +22,7 @@ from infinilora.lora_server.report import PoolCounts, beat, keep_residency, show
 from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shard import Shard
 from infinilora.lora_server.shards import SHARDS, Followers
+from infinilora.lora_server.speed import measure_rows_per_s
 from infinilora.pool.follower import FollowerPool
 from infinilora.pool.group import OtherShards
 from infinilora.pool.news import follow_registrations
@@ -88,9 +89,10 @@ async def _lead(
     if measured:
         show_pool(measured, pool, links)
     commands = Commands(pool)
+    rows_per_s = await _speed(shard)
     heart = Heart(
         settings.nats_url,
-        partial(beat, settings, service, card, pool, commands, settings.advertise or address),
+        partial(beat, shard, service, pool, commands, settings.advertise or address, rows_per_s),
         interval_s=settings.beat_ms / 1000,
     )
     service.spawn(heart.run(), "heart")
@@ -132,6 +134,16 @@ async def _follow(
     service.spawn(_say_leaving(service, to_head), "leaving")
     channels = await stack.enter_async_context(rpc.Channels(token=settings.rpc_token.get_secret_value()))
     await following.run(channels)
+
+
+async def _speed(shard: Shard) -> float:
+    """What is told of it, else what is measured now."""
+    settings, card = shard.settings, shard.card
+    told = settings.rows_per_s
+    measure = partial(measure_rows_per_s, card.hidden_dim, threads=settings.threads, device=settings.device)
+    rows_per_s = told or await asyncio.to_thread(measure)
+    logger.info("speed", extra={"rows_per_s": round(rows_per_s), "from": "setting" if told else "measurement"})
+    return rows_per_s
 
 
 async def _say_leaving(service: Service, to_head: ToHead) -> None:

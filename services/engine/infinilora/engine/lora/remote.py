@@ -211,9 +211,7 @@ class RemoteLora:
         """A failure that another group may not share is tried there; one of the adapter itself is final."""
         digest = Digest(failed.digest)
         error = from_wire(WireError(code=failed.code, message=failed.message))
-        elsewhere = choose_group(
-            digest, self._candidates(), self.placed.get(digest, ()), self._book.refused_by(digest) | {group}
-        )
+        elsewhere = self._choose(digest, self._book.refused_by(digest) | {group})
         is_final = not error.retryable or elsewhere is None
         extra = {"adapter_id": digest, "group": group, "code": failed.code, "reason": failed.message}
         logger.warning("lease refused", extra=extra)
@@ -227,10 +225,14 @@ class RemoteLora:
             for digest, group in self._book.take_unwanted():
                 self._send(group, lora_pb2.EngineMessage(release=lora_pb2.LeaseRelease(digest=digest)))
             for digest, refused_by in self._book.unasked():
-                chosen = choose_group(digest, self._candidates(), self.placed.get(digest, ()), refused_by)
+                chosen = self._choose(digest, refused_by)
                 if chosen is not None:
                     self._book.ask(digest, chosen)
                     self._send(chosen, lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest=digest)))
+
+    def _choose(self, digest: Digest, refused_by: Collection[str]) -> str | None:
+        placed = self.placed.get(digest, ()) if self.placed else None
+        return choose_group(digest, self._candidates(), placed, refused_by)
 
     def _candidates(self) -> list[Group]:
         """Groups with a link that is open now."""
