@@ -176,13 +176,18 @@ class Calls:
         return sum(least) / len(least) / 1e9
 
 
-def num_bytes(point: Point, buffers: Buffers) -> int:
-    """What must move at least: the weights in use, x and the delta, each once."""
+def weight_bytes(point: Point, buffers: Buffers) -> int:
+    """What must come from memory at least: the weights in use, once."""
     weights = len(point.rows)
     if point.experts:
         segments = buffers.ids.split(point.rows)
         weights = sum(len(ids.unique()) for ids in segments)
-    return weights * point.block * point.dtype.itemsize + 4 * (buffers.xs[0].numel() + buffers.outs[0].numel())
+    return weights * point.block * point.dtype.itemsize
+
+
+def row_bytes(buffers: Buffers) -> int:
+    """x and the delta, once, which lie in the last cache."""
+    return 4 * (buffers.xs[0].numel() + buffers.outs[0].numel())
 
 
 def num_flops(point: Point) -> int:

@@ -1,7 +1,11 @@
-"""What a kernel's time is held against: bytes over bandwidth or multiply-adds over peak, whichever takes longer.
+"""What a kernel's time is held against: bytes over bandwidth or multiply-adds over peak, whichever takes longest.
 
-Both limits are measured in the run, on the threads of the kernels' own pool, in pieces as short as the kernels are; so
-the ratio holds on any machine and mostly on a busy one. Every time is the best of many short repetitions.
+The limits are measured in the run, on the threads of the kernels' own pool, in pieces as short and as long as the
+kernels are; so the ratio holds on any machine and mostly on a busy one. Every time is the best of many short
+repetitions, and a bandwidth the best of any length of piece: a floor that a kernel goes below was measured too high.
+
+What was in use a while ago (the buffers of a link) comes from the last cache, and faster than memory reads: it counts
+with its own bandwidth, together with what memory sends through that cache.
 """
 
 import ctypes
@@ -12,17 +16,23 @@ from dataclasses import dataclass
 
 import torch
 
-PIECE_BYTES, PIECES = 4 << 20, 96
-FLOPS_STEPS = 2000
+PIECES_BYTES = (1 << 20, 4 << 20, 16 << 20)
+FAR_BYTES, NEAR_BYTES = 384 << 20, 16 << 20
+"""More than the last cache holds; and as much as the buffers that lora_points takes in turn."""
+FLOPS_STEPS = (300, 2000)
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
+    """`bytes_per_s` from memory, `near_per_s` from the last cache."""
+
     bytes_per_s: float
+    near_per_s: float
     flops_per_s: float
 
-    def floor_s(self, num_bytes: float, flops: float) -> float:
-        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+    def floor_s(self, num_bytes: float, flops: float, near_bytes: float = 0) -> float:
+        passed = num_bytes + near_bytes
+        return max(num_bytes / self.bytes_per_s, passed / self.near_per_s, flops / self.flops_per_s)
 
 
 def best_s(run: Callable[[int], object], copies: int, seconds: float) -> float:
@@ -39,9 +49,20 @@ def best_s(run: Callable[[int], object], copies: int, seconds: float) -> float:
 
 
 def measure_roof(library: ctypes.CDLL, seconds: float) -> Roof:
-    """Bandwidth: 4 MiB at a time of memory too big for the caches near a core. Peak: multiply-adds in registers."""
-    memory = torch.ones(PIECE_BYTES // 4 * PIECES)
+    """Bandwidths: pieces in turn of memory too big for the caches, or for those near a core. Peak: in registers."""
+    memory = torch.ones(FAR_BYTES // 4)
+
+    def read_per_s(area: int) -> float:
+        return max(_read_per_s(library, memory, area, piece, seconds / len(PIECES_BYTES)) for piece in PIECES_BYTES)
+
+    def multiply_per_s(steps: int) -> float:
+        took = best_s(lambda _: library.il_measure_flops(steps), 1, seconds / len(FLOPS_STEPS))
+        return float(library.il_measure_flops(steps)) / took
+
+    return Roof(read_per_s(FAR_BYTES), read_per_s(NEAR_BYTES), max(multiply_per_s(steps) for steps in FLOPS_STEPS))
+
+
+def _read_per_s(library: ctypes.CDLL, memory: torch.Tensor, area: int, piece: int, seconds: float) -> float:
     start = memory.data_ptr()
-    read_s = best_s(lambda i: library.il_measure_read(start + i * PIECE_BYTES, PIECE_BYTES // 4), PIECES, seconds)
-    flops = library.il_measure_flops(FLOPS_STEPS)
-    return Roof(PIECE_BYTES / read_s, flops / best_s(lambda _: library.il_measure_flops(FLOPS_STEPS), 1, seconds))
+    took = best_s(lambda i: library.il_measure_read(start + i * piece, piece // 4), area // piece, seconds)
+    return piece / took

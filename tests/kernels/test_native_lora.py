@@ -213,9 +213,9 @@ def test_a_slice_or_a_token_beyond_the_site_is_refused(*, is_native: bool) -> No
 
 
 @pytest.mark.parametrize("half", ["a", "bt"])
-def test_another_adapters_half_fails_the_comparison(half: str) -> None:
-    bound, other = make_bound(torch.float32), make_bound(torch.float32, seed=7)
-    wanted_of = make_bound(torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_adapters_half_fails_the_comparison(dtype: torch.dtype, half: str, level: int) -> None:
+    bound, other = make_bound(dtype), make_bound(dtype, seed=7)
     mixed = tuple(
         Part(theirs.a if half == "a" else ours.a, theirs.bt if half == "bt" else ours.bt, ours.scale, ours.out_offset)
         for ours, theirs in zip(bound[3], other[3], strict=True)
@@ -223,7 +223,7 @@ def test_another_adapters_half_fails_the_comparison(half: str) -> None:
     kernels = make_kernels({**bound, 3: mixed}, Site.QKV, IN_DIM, OUT_DIM)
     x, out = torch.randn(NUM_ROWS, IN_DIM), poisoned(NUM_ROWS, OUT_DIM)
     kernels.dense(1, Site.QKV, segment_table(SEGMENTS), x, out, accumulate=False)
-    wanted = lora_maths.dense(wanted_of, SEGMENTS, x, OUT_DIM)
+    wanted = lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)
     wrong = np.abs(out.double().numpy() - wanted)
     assert wrong[8:17].max(axis=1).min() > FAULT
     assert max(wrong[:8].max(), wrong[17:].max()) < 2e-5
@@ -314,6 +314,52 @@ def test_moe_down_equals_the_maths_and_the_reference(dtype: torch.dtype, threads
         reference.moe_down(bound, segment_table(MOE_SEGMENTS), act, ids, weights, plain, accumulate=accumulate)
         assert largest_error(ours, wanted + ground) < 3e-5
         assert largest_error(plain, wanted + ground) < 3e-5
+
+
+@pytest.mark.parametrize("half", ["a", "bt"])
+@pytest.mark.parametrize("site", [MOE_GATE_UP, MOE_DOWN])
+def test_another_adapters_half_of_experts_fails_the_comparison(site: int, half: str, level: int) -> None:
+    outs, in_dim = ((FFN, FFN), HIDDEN) if site == MOE_GATE_UP else ((HIDDEN,), FFN)
+    bound, ids, weights = moe_case(outs, in_dim, torch.bfloat16, 6)
+    other, *_ = moe_case(outs, in_dim, torch.bfloat16, 7)
+    mixed = tuple(
+        replace(ours, **{half: getattr(theirs, half)}) for ours, theirs in zip(bound[1], other[1], strict=True)
+    )
+    kernels, table = make_kernels({**bound, 1: mixed}, site, in_dim, sum(outs)), segment_table(MOE_SEGMENTS)
+    if site == MOE_GATE_UP:
+        x, out = torch.randn(MOE_ROWS, HIDDEN), poisoned(MOE_ROWS, TOPK, 2 * FFN)
+        kernels.moe_gate_up(1, table, x, ids, out, accumulate=False)
+        wanted = lora_maths.moe_gate_up(bound, MOE_SEGMENTS, x, ids, 2 * FFN)
+    else:
+        x, out = torch.randn(MOE_ROWS, TOPK, FFN), poisoned(MOE_ROWS, HIDDEN)
+        kernels.moe_down(1, table, x, ids, weights, out, accumulate=False)
+        wanted = lora_maths.moe_down(bound, MOE_SEGMENTS, x, ids, weights, HIDDEN)
+    wrong = np.abs(out.double().numpy() - wanted).reshape(MOE_ROWS, -1).max(axis=1)
+    assert wrong[1:3].min() > FAULT
+    assert max(wrong[0], wrong[3:].max()) < 3e-5
+
+
+@pytest.fixture
+def sleepy() -> Iterator[None]:
+    """Workers go to sleep as soon as they have nothing to do."""
+    library = native.load()
+    assert library is not None
+    library.il_set_spin(0)
+    yield
+    library.il_set_spin(100_000)
+
+
+def test_a_job_for_those_awake_ends_while_all_sleep(sleepy: None) -> None:
+    """Such a job lies between kAloneNs and kWakeNs of lora_groups.h, and wakes nobody."""
+    rng = torch.Generator().manual_seed(3)
+    site = lora_maths.random_site(rng, (48,), (576,), in_dim=576, dtype=torch.bfloat16)
+    kernels, table = make_kernels({4: site}, Site.O, 576, 576, threads=3), segment_table(((0, 8, 4),))
+    x = torch.randn(8, 576)
+    wanted = lora_maths.dense({4: site}, ((0, 8, 4),), x, 576)
+    for _ in range(300):
+        out = poisoned(8, 576)
+        kernels.dense(1, Site.O, table, x, out, accumulate=False)
+        assert largest_error(out, wanted) < 2e-5
 
 
 def test_two_threads_may_call_at_once() -> None:

@@ -29,11 +29,14 @@ struct Group {
 constexpr int kRowChunk = 48;   // rows of a prefill that one chunk takes
 constexpr int kLeastRows = 16;  // rows from which on a chunk multiplies for longer than its weights take to come
 constexpr int kColumnStep = 64, kRankStep = 4;
-constexpr int kChunksPerThread = 3;  // of a job cut along ranks or columns: the last to finish is not waited for long
+// Of a job cut along ranks or columns, at most: the last to finish is not waited for long. Each begins in memory that
+// nobody has asked for.
+constexpr int kChunksPerThread = 3;
 
 // What a core does in a nanosecond, roughly: weighs chunks against one another and against the cost of waiting.
 constexpr int64_t kBytesPerNs = 25, kMacsPerNs = 100;
 constexpr int64_t kJoinNs = 1000;   // a job more
+constexpr int64_t kLeastChunkNs = 1500;
 constexpr int64_t kAloneNs = 1500;  // over before a thread that is awake could help
 constexpr int64_t kWakeNs = 8000;   // over before a thread that sleeps could help
 
@@ -150,12 +153,18 @@ struct Groups {
   }
 };
 
-// v of every group.
+// What a chunk of a job cut along ranks or columns may cost: as many for each thread as are worth taking.
+int64_t share_ns(int64_t cost) {
+  const int64_t each = cost / num_threads() + 1;
+  return each / max(1, min(kChunksPerThread, static_cast<int>(each / kLeastChunkNs)));
+}
+
+// v of every group; `cost` of them all is half of what they cost with expand.
 void shrink_all(const Groups& groups, int64_t cost) {
-  int64_t share = cost / (num_threads() * kChunksPerThread) + 1;
+  const int64_t share = share_ns(cost);
   groups.cut([&](const Group& g) {
     if (g.rows > kRowChunk) return ceil_div(g.rows, kRowChunk);
-    return max(1, min(ceil_div(g.rank, kRankStep), static_cast<int>(cost_ns(g, g.rows) / share)));
+    return max(1, min(ceil_div(g.rank, kRankStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
   });
   groups.run(cost, [](const Group& g, int index, int pieces, const Group&) {
     bool by_rows = g.rows > kRowChunk;
@@ -177,9 +186,9 @@ void run_fused(const Groups& groups, int64_t cost, bool accumulate) {
 
 void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulate) {
   shrink_all(groups, cost / 2);
-  int64_t share = cost / (num_threads() * kChunksPerThread) + 1;
+  const int64_t share = share_ns(cost / 2);
   groups.cut([&](const Group& g) {
-    return max(1, min(ceil_div(g.columns, kColumnStep), static_cast<int>(cost_ns(g, g.rows) / share)));
+    return max(1, min(ceil_div(g.columns, kColumnStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
   });
   groups.run(cost / 2, [&](const Group& g, int index, int pieces, const Group& after) {
     Range columns = piece(g.columns, kColumnStep, index, pieces);
