@@ -59,6 +59,7 @@ class ScriptedEngine:
     """Tokens after which calls wait until `go` is set."""
     emits_stop_token: bool = False
     degrades: bool = False
+    narrows_after: int | None = None
     leased: tuple[Digest, ...] = ()
     state: ProcessState = "ready"
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,7 +121,9 @@ class ScriptedEngine:
             token_id = self.foretold(request, index)
             is_end = token_id in sampling.stop_token_ids or (token_id == self.eos and not sampling.ignore_eos)
             if not is_end or self.emits_stop_token:
-                yield GenerateEvent(token=self._token(token_id, sampling.logprobs), degraded=self._is_base(request))
+                is_narrow = self.narrows_after is not None and index >= self.narrows_after
+                token = self._token(token_id, sampling.logprobs)
+                yield GenerateEvent(token=token, degraded=self._is_base(request), narrow=is_narrow)
             if is_end:
                 yield self._end(request, "stop", index + 1, token_id)
                 return

@@ -250,6 +250,25 @@ async def test_a_degraded_answer_says_so_streamed_or_stopped(tmp_path: Path, str
             assert answer.json()["usage"]["degraded"] == "base"
 
 
+@pytest.mark.parametrize("after", [0, 2])
+async def test_rows_that_a_link_narrowed_are_told_from_where_they_may_matter(tmp_path: Path, after: int) -> None:
+    async with open_house(tmp_path) as house:
+        await house.seed("a1")
+        house.engine.narrows_after = after
+        whole = await house.complete("a1", max_tokens=4, ignore_eos=True)
+        assert (whole.headers["x-infinilora-narrow"], whole.json()["usage"]["narrow"]) == ("int8", "int8")
+        streamed = await house.complete("a1", max_tokens=4, ignore_eos=True, stream=True)
+        assert streamed.headers.get("x-infinilora-narrow") == (None if after else "int8")
+        *chunks, _ = [event async for event in events(streamed)]
+        told = ["narrow" in chunk for chunk in chunks]
+        assert told == sorted(told)
+        assert told.count(False) == after
+        house.engine.narrows_after = None
+        exact = await house.complete("a1", max_tokens=4)
+        assert "x-infinilora-narrow" not in exact.headers
+        assert "narrow" not in exact.json()["usage"]
+
+
 async def test_no_engine_is_an_error_that_can_be_retried(tmp_path: Path) -> None:
     async with open_house(tmp_path, patience_s=0.2) as house:
         house.engine.refuse = [Unavailable("not yet")] * 100

@@ -126,13 +126,15 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., degraded: _Optional[bool] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("token", "prompt_logprobs", "finished", "degraded")
+    __slots__ = ("token", "prompt_logprobs", "finished", "degraded", "narrow")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    NARROW_FIELD_NUMBER: _ClassVar[int]
     token: Token
     prompt_logprobs: PromptLogprobs
     finished: Finished
     degraded: bool
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., degraded: _Optional[bool] = ...) -> None: ...
+    narrow: bool
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., degraded: _Optional[bool] = ..., narrow: _Optional[bool] = ...) -> None: ...

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infinilora.engine.batching import BatchBuilder
-from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LeaseView, LoraBackend, StepLost
+from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, LeaseView, LoraBackend, StepLost, StepPlan
 from infinilora.engine.model.batch import Batch
 from infinilora.engine.model.decoder import Decoder, Flow
 from infinilora.engine.sampler import Sampled, TokenScore, sample, score
@@ -142,7 +142,7 @@ class Runner:
         return num_layers if view.has_layers(num_layers) else max(view.layers_ready, part.flow.layer)
 
     def _proceed(self, part: Pass, placed: list[Placed], until: int, outcome: Outcome) -> bool:
-        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), _trace_of(placed))
+        plan = self._begin(placed, _trace_of(placed))
         try:
             self._decoder.proceed(part.flow, self._lora, plan, until=until)
         except StepLost as loss:
@@ -153,6 +153,12 @@ class Runner:
             if plan is not None:
                 self._lora.end(plan)
         return True
+
+    def _begin(self, placed: list[Placed], trace: bytes) -> StepPlan | None:
+        for each in placed:
+            if each.lease is not None and each.lease.may_narrow:
+                each.rows.sequence.may_narrow = True
+        return self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), trace)
 
     def _place(self, rows: Many[Rows], outcome: Outcome) -> list[Placed]:
         """Order by group and slot, base last. Rows whose adapter is not resident any more are lost."""
@@ -175,7 +181,7 @@ class Runner:
     def _forward(self, batch: Batch, placed: list[Placed], outcome: Outcome) -> Tensor | None:
         """Hidden states, or None when rows were lost on the way (they are in `outcome.lost` then)."""
         outcome.trace = _trace_of(placed)
-        plan = self._lora.begin(list(_segments((p.lease, p.rows.count) for p in placed)), outcome.trace)
+        plan = self._begin(placed, outcome.trace)
         if plan is None:
             return self._decoder.forward(batch, self._lora, plan)
         lens, started = batch.paging.query_lens, time.perf_counter()

@@ -57,6 +57,8 @@ class Sequence:
     params: SamplingParams = field(default_factory=SamplingParams)
     fallback_base: bool = False
     degraded: bool = False
+    may_narrow: bool = False
+    """Whether a link may have narrowed rows of it, or of a prefix that it read."""
     slo_class: SloClass = "standard"
     due_s: float = 0.0
     """Its place in every order, before `arrival`: see sched/urgency.py."""

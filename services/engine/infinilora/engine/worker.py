@@ -75,7 +75,10 @@ class Engine:
                 last = await mailbox.get()
                 first_token = first_token or time.perf_counter()
                 # A sequence degrades before its first event or never: what is read here is what the event is.
-                yield write_event(last, is_degraded=sequence.degraded)
+                # What a link narrowed is noted before what came of it is told.
+                event = write_event(last, is_degraded=sequence.degraded)
+                event.narrow = sequence.may_narrow
+                yield event
         finally:
             self._loop.abort(job)
             self._opened(-1)

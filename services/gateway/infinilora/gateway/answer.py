@@ -57,6 +57,7 @@ class Totals:
     paces: list[Pace]
     cached_tokens: int = 0
     degraded: bool = False
+    narrow: bool = False
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -64,14 +65,19 @@ class Totals:
         return sum(pace.num_tokens for pace in self.paces)
 
     def usage(self) -> dict[str, Any]:
-        """The usage object; it says so when base output stands in for an adapter's."""
+        """The usage object; see `told`."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        return usage | ({"degraded": "base"} if self.degraded else {})
+        return usage | self.told()
+
+    def told(self) -> dict[str, str]:
+        """What every part of an answer says where it is not what the adapter exactly gives."""
+        degraded, narrow = {"degraded": "base"}, {"narrow": "int8"}
+        return (degraded if self.degraded else {}) | (narrow if self.narrow else {})
 
 
 class Answer:
@@ -113,10 +119,10 @@ class Answer:
         return self.envelope(self._shape.whole_object, created, choices) | {"usage": self.totals.usage()}
 
     def chunk(self, created: int, parts: list[Part]) -> dict[str, Any]:
-        """One event of a stream. It says so itself when base output stands in: not every client asks for usage."""
+        """One event of a stream. It says itself what usage would: not every client asks for that."""
         chunk = self.envelope(self._shape.chunk_object, created, parts)
         chunk |= {"usage": None} if self.plan.wants_usage_chunk else {}
-        return chunk | ({"degraded": "base"} if self.totals.degraded else {})
+        return chunk | self.totals.told()
 
     def usage_chunk(self, created: int) -> dict[str, Any]:
         return self.envelope(self._shape.chunk_object, created, []) | {"usage": self.totals.usage()}
@@ -136,6 +142,7 @@ class Answer:
             async for event in events:
                 # From the first event on: a stop string may end the choice before the engine's own end says it.
                 self.totals.degraded |= event.degraded
+                self.totals.narrow |= event.narrow
                 parts = self._open(index, event)
                 reason = None
                 match event.WhichOneof("event"):

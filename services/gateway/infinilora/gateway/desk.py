@@ -157,8 +157,8 @@ class Desk:
 
 
 def _warning(answer: Answer) -> dict[str, str]:
-    """The header that tells base output in an adapter's place."""
-    return {"x-infinilora-degraded": "base"} if answer.totals.degraded else {}
+    """Headers that tell base output in an adapter's place, and rows that a link may have narrowed."""
+    return {f"x-infinilora-{key}": value for key, value in answer.totals.told().items()}
 
 
 def _attributes(caller: Caller, plan: Plan) -> dict[str, Any]:

@@ -101,6 +101,11 @@ class GroupLink:
     def is_alive(self) -> bool:
         return all(end.is_alive for end in self.ends)
 
+    @property
+    def narrows(self) -> bool:
+        """Whether rows may travel as eight-bit integers."""
+        return any(end.narrowing != "never" for end in self.ends)
+
     def owner(self, layer: int, site: int) -> int | None:
         """The shard that computes a site alone; None where several columns do."""
         return HEAD if self.sharding is None else self.sharding.one_owner(layer, site)

@@ -35,7 +35,8 @@ class LeaseStatus(Enum):
 class Lease:
     """An engine's hold on a slot of a group. Bit s of `layer_sites[l]`: site s of layer l is adapted.
 
-    `scales` where the adapter scales the base's output at some sites (DoRA).
+    `scales` where the adapter scales the base's output at some sites (DoRA). `may_narrow`: what is computed with it may
+    come of rows that a link narrowed, here or in keys and values that are kept.
     """
 
     digest: Digest
@@ -44,6 +45,7 @@ class Lease:
     slot_generation: int
     layer_sites: tuple[int, ...]
     scales: ColumnScales | None = None
+    may_narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

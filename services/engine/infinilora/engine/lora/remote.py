@@ -109,6 +109,7 @@ class RemoteLora:
         self._recent: list[StepCalls] = []
         self._steps = 0
         self._open_plans = 0
+        self._has_narrowed = False
 
     # The asyncio loop: fleet, links, lease messages ------------------------------------------------
 
@@ -175,6 +176,7 @@ class RemoteLora:
         match message.WhichOneof("message"):
             case "granted":
                 news = message.granted
+                self._has_narrowed |= link.narrows
                 self._book.grant(
                     Lease(
                         Digest(news.digest),
@@ -183,6 +185,7 @@ class RemoteLora:
                         news.slot_generation,
                         tuple(news.layer_sites),
                         column_scales(news.layer_sites, news.scaled_sites),
+                        self._has_narrowed,
                     )
                 )
             case "scale":
