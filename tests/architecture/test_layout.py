@@ -1,7 +1,9 @@
 """What the import contracts cannot say: names, the namespace, generated code, pure modules."""
 
+import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,16 @@ def test_the_generated_messages_are_those_of_the_proto_files(tmp_path: Path) -> 
     subprocess.run([sys.executable, *command, *names], check=True, cwd=source)
     for made in tmp_path.rglob("*_pb2.py*"):
         assert made.read_text() == (source / made.relative_to(tmp_path)).read_text(), "run `make proto`"
+
+
+def test_the_planner_imports_pure_modules_of_other_rooms_alone() -> None:
+    """The list is the contract "Policy is pure": what the planner takes of services and pool is on it."""
+    contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    pure = next(c["source_modules"] for c in contracts if c["name"].startswith("Policy is pure"))
+    for path in (REPO / "tools" / "planner").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if name.startswith("infinilora.") and not name.startswith("infinilora.planner"):
+                    assert any(name == p or name.startswith(p + ".") for p in pure), f"{path} imports {name}"

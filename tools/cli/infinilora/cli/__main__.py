@@ -2,7 +2,7 @@
 
 import typer
 
-from infinilora.cli import adapter_commands, admin_commands, bench_commands, model_commands
+from infinilora.cli import adapter_commands, admin_commands, bench_commands, model_commands, simulate_command
 from infinilora.cli.chat_command import chat
 from infinilora.cli.plan_command import plan
 from infinilora.cli.status_command import status, top
@@ -24,6 +24,7 @@ for command in admin_commands.COMMANDS:
 app.add_typer(adapter_commands.app, name="adapter")
 app.add_typer(model_commands.app, name="model")
 app.add_typer(bench_commands.app, name="bench")
+app.add_typer(simulate_command.app, name="simulate")
 
 
 def main() -> None:

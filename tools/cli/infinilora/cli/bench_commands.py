@@ -3,11 +3,13 @@
 import typer
 
 from infinilora.cli.link_command import link
+from infinilora.cli.record_command import record
 from infinilora.cli.trace_command import trace
 
 app = typer.Typer(no_args_is_help=True, help="Measurements of this machine.")
 app.command()(trace)
 app.command()(link)
+app.command()(record)
 
 
 @app.callback()

@@ -91,7 +91,7 @@ def trace(  # noqa: PLR0913 - each is an option
                 extra_env=env,
                 on_event=lambda name, event: err.print(f"{name} {event}"),
             )
-            asyncio.run(_run(stack, _make_adapters(directory, here / "adapters", load), load))
+            asyncio.run(_run(stack, make_adapters(directory, here / "adapters", load), load))
         bars = timeline.read(out_file)
         parts = timeline.parts_of(bars)
         table = Table("part", "ms", "of a step", title=f"{parts.steps} decode steps, on average")
@@ -103,7 +103,7 @@ def trace(  # noqa: PLR0913 - each is an option
         out.print(f"{out_file}: open it at https://ui.perfetto.dev")
 
 
-def _make_adapters(model: Path, into: Path, load: Load) -> dict[str, Path]:
+def make_adapters(model: Path, into: Path, load: Load) -> dict[str, Path]:
     """Random adapters for the model, by name. Reading its shapes takes torch, and so a process of its own."""
     from infinilora.weights.synth import write_peft_adapter
 
@@ -112,7 +112,7 @@ def _make_adapters(model: Path, into: Path, load: Load) -> dict[str, Path]:
     if done.returncode:
         raise Unavailable(f"reading {model} ended with status {done.returncode}: {done.stderr.decode()[-500:]}")
     card = msgspec.json.decode(done.stdout, type=BaseCard)
-    names = [f"trace-{number}" for number in range(load.adapters)]
+    names = [f"adapter-{number}" for number in range(load.adapters)]
     return {
         name: write_peft_adapter(into / name, card, rank=load.rank, seed=seed, dtype="BF16", std=0.02)
         for seed, name in enumerate(names)
@@ -123,7 +123,7 @@ async def _run(stack: Stack, adapters: dict[str, Path], load: Load) -> None:
     """Start, register, ask, stop: the engine writes its timeline as it ends."""
     await stack.start()
     try:
-        await asyncio.to_thread(_register, stack, adapters)
+        await asyncio.to_thread(register, stack, adapters)
         from infinilora.bench.load import Ask, run_together
 
         names, dice = list(adapters) or ["base"], random.Random(SEED)  # noqa: S311 - no secret
@@ -136,7 +136,7 @@ async def _run(stack: Stack, adapters: dict[str, Path], load: Load) -> None:
         await stack.stop()
 
 
-def _register(stack: Stack, adapters: dict[str, Path]) -> None:
+def register(stack: Stack, adapters: dict[str, Path]) -> None:
     with Api(stack.url) as api:
         for name, directory in adapters.items():
             api.push(directory, Wish(name), on_bytes=lambda _: None)

@@ -66,8 +66,8 @@ def write_picture(path: Path, lines: Sequence[Line], target: float) -> None:
 def draw(lines: Sequence[Line], target: float) -> str:
     """The picture as SVG text."""
     axes = Axes(max(line.points[-1][0] for line in lines))
-    parts = [*_frame(axes), _rule(axes.at(0, target), axes.at(axes.last, target), colour="#888888", dash="6 4")]
-    parts.append(_text(axes.at(0, target), f"target {target:g}", shift=(4, 15), anchor="start"))
+    parts = [*_frame(axes), rule(axes.at(0, target), axes.at(axes.last, target), colour="#888888", dash="6 4")]
+    parts.append(text(axes.at(0, target), f"target {target:g}", shift=(4, 15), anchor="start"))
     for index, line in enumerate(lines):
         parts += _drawn(
             line, COLOURS[index % len(COLOURS)], (WIDTH - RIGHT - 8, HEIGHT - BOTTOM - 12 - 16 * index), axes
@@ -78,14 +78,14 @@ def draw(lines: Sequence[Line], target: float) -> str:
 
 def _frame(axes: Axes) -> list[str]:
     """Both axes with their ticks and names."""
-    parts = [_rule(axes.at(0, 0), axes.at(axes.last, 0)), _rule(axes.at(0, 0), axes.at(0, 1))]
+    parts = [rule(axes.at(0, 0), axes.at(axes.last, 0)), rule(axes.at(0, 0), axes.at(0, 1))]
     for tick in range(TICKS + 1):
         slots = axes.last * tick // TICKS
-        parts.append(_text(axes.at(slots, 0), str(slots), shift=(0, 18)))
-        parts.append(_text(axes.at(0, tick / TICKS), f"{tick / TICKS:.1f}", shift=(-8, 4), anchor="end"))
+        parts.append(text(axes.at(slots, 0), str(slots), shift=(0, 18)))
+        parts.append(text(axes.at(0, tick / TICKS), f"{tick / TICKS:.1f}", shift=(-8, 4), anchor="end"))
     middle = axes.at(axes.last / 2, 0)
-    parts.append(_text(middle, "slots of one pool", shift=(0, 42)))
-    parts.append(_text((LEFT, TOP), "IAR: share of requests admitted at once", shift=(-40, -16), anchor="start"))
+    parts.append(text(middle, "slots of one pool", shift=(0, 42)))
+    parts.append(text((LEFT, TOP), "IAR: share of requests admitted at once", shift=(-40, -16), anchor="start"))
     return parts
 
 
@@ -97,16 +97,16 @@ def _drawn(line: Line, colour: str, legend: Point, axes: Axes) -> list[str]:
     for slots in (line.min_slots, line.slots):
         x, y = axes.at(slots, iar[slots])
         parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
-        parts.append(_text((x, y), str(slots), shift=(0, 18), colour=colour))
+        parts.append(text((x, y), str(slots), shift=(0, 18), colour=colour))
     told = f"{line.name}: {line.min_slots} slots, {line.slots} with the margin"
-    return [*parts, _text(legend, told, anchor="end", colour=colour)]
+    return [*parts, text(legend, told, anchor="end", colour=colour)]
 
 
-def _rule(start: Point, end: Point, *, colour: str = "black", dash: str = "none") -> str:
+def rule(start: Point, end: Point, *, colour: str = "black", dash: str = "none") -> str:
     (x1, y1), (x2, y2) = start, end
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" stroke-dasharray="{dash}"/>'
 
 
-def _text(place: Point, words: str, *, shift: Point = (0, 0), anchor: str = "middle", colour: str = "black") -> str:
+def text(place: Point, words: str, *, shift: Point = (0, 0), anchor: str = "middle", colour: str = "black") -> str:
     x, y = place[0] + shift[0], place[1] + shift[1]
     return f'<text x="{x:g}" y="{y:g}" font-size="12" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'

@@ -1,0 +1,109 @@
+"""Ways of serving one load beside each other; and a recorded run of the real system beside its simulation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from infinilora.planner.simulate.costs import Costs
+from infinilora.planner.simulate.fleet import Fleet
+from infinilora.planner.simulate.load import MAX_TOKENS, Request
+from infinilora.planner.simulate.outcome import Outcome, Slo, quantiles
+from infinilora.planner.simulate.run import serviceable_rate, simulate, simulate_load
+from infinilora.planner.simulate.scenario import Scenario, Way
+from infinilora.protocol.errors import InvalidRequest
+
+TOLERANCE = 0.15
+"""Of the measured figure, that a prediction may be off."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """One way's result: `rate` is the load's, or the serviceable one where it was searched for (0: there is none)."""
+
+    way: str
+    rate: float
+    outcome: Outcome | None
+
+
+def run_ways(scenario: Scenario, ways: Sequence[Way], *, seed: int, search: bool) -> list[Served]:
+    """The same requests for every way."""
+    costs, sizes = scenario.read_costs(), scenario.sizes()
+    found = []
+    for way in ways:
+        fleet = replace(scenario.fleet, mode=way.mode, routing=way.routing)
+        if search:
+            rate, outcome = serviceable_rate(fleet, costs, sizes, scenario.load, scenario.slo, seed=seed)
+            found.append(Served(way.name, rate, outcome))
+        else:
+            outcome = simulate_load(fleet, costs, sizes, scenario.load, scenario.slo, seed=seed)
+            found.append(Served(way.name, scenario.load.rate, outcome))
+    return found
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as `infinilora bench record` wrote it; adapter -1 is the base."""
+
+    arrival_s: float
+    adapter: int
+    prompt: int
+    output: int
+    ttft_s: float
+    end_s: float
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of it. `fleet`: what it ran on, in the words of a scenario."""
+
+    requests: list[Recorded]
+    fleet: Fleet = Fleet()
+    adapter_bytes: tuple[int, ...] = ()
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured, predicted, and how far off: predicted / measured - 1."""
+
+    record: str
+    tokens_per_s: tuple[float, float]
+    ttft_p95_s: tuple[float, float]
+    off_tokens: float
+    off_ttft: float
+    is_within: bool
+
+
+def read_record(path: Path) -> Record:
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except OSError as error:
+        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="record") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{path}: {error}; wanted what bench record writes", param="record") from None
+    if not record.requests:
+        raise InvalidRequest(f"{path}: found no requests; wanted one or more", param="record")
+    for index, one in enumerate(record.requests):
+        numbers_are_right = 1 <= one.prompt <= MAX_TOKENS and 1 <= one.output <= MAX_TOKENS and one.arrival_s >= 0
+        if not (numbers_are_right and -1 <= one.adapter < len(record.adapter_bytes)):
+            wanted = f"tokens from 1, an arrival from 0, an adapter below {len(record.adapter_bytes)}"
+            raise InvalidRequest(f"{path}: requests[{index}]: found {one}; wanted {wanted}", param="record")
+    return record
+
+
+def compare(path: Path, costs: Costs) -> Compared:
+    """Play a record's requests, as they arrived and as long as they were, in its own fleet."""
+    record = read_record(path)
+    ordered = sorted(record.requests, key=lambda one: one.arrival_s)
+    first_s = ordered[0].arrival_s
+    requests = [Request(i, o.arrival_s - first_s, o.adapter, o.prompt, o.output) for i, o in enumerate(ordered)]
+    predicted = simulate(record.fleet, costs, record.adapter_bytes, requests, Slo())
+    measured_s = max(one.end_s for one in ordered) - first_s
+    measured = sum(one.output for one in ordered) / measured_s
+    p95_s = quantiles([one.ttft_s for one in ordered]).p95
+    off_tokens, off_ttft = predicted.output_tokens_per_s / measured - 1, predicted.ttft_s.p95 / p95_s - 1
+    return Compared(
+        record=path.name,
+        tokens_per_s=(measured, predicted.output_tokens_per_s),
+        ttft_p95_s=(p95_s, predicted.ttft_s.p95),
+        off_tokens=off_tokens,
+        off_ttft=off_ttft,
+        is_within=max(abs(off_tokens), abs(off_ttft)) <= TOLERANCE,
+    )

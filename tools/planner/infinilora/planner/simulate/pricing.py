@@ -1,0 +1,59 @@
+"""The costs of steps in one fleet: who computes which deltas, and how busy that keeps the groups."""
+
+from collections.abc import Callable, Mapping
+
+from infinilora.planner.simulate.costs import Costs, wait_s
+from infinilora.planner.simulate.engine import Work
+from infinilora.protocol.ids import Digest
+
+OWN = ""
+"""The engine's own pool, where a group is asked for."""
+
+
+class Pricing:
+    """Prices steps. `group_of(engine, digest)`: where its deltas are computed."""
+
+    def __init__(self, costs: Costs, sizes: Mapping[Digest, int], group_of: Callable[[str, Digest], str]) -> None:
+        self.needs_context = costs.base.context_s.value > 0
+        self._costs, self._sizes, self._group_of = costs, sizes, group_of
+        self._busy: dict[str, dict[str, float]] = {}
+
+    def context_s(self) -> float:
+        return self._costs.base.context_s.value
+
+    def is_over(self, engine: str) -> None:
+        for busy in self._busy.values():
+            busy.pop(engine, None)
+
+    def step_s(self, engine: str, work: Work) -> float:
+        base_s = self._costs.base.step_s(work.rows, work.context)
+        if not work.digests:
+            self.is_over(engine)
+            return base_s
+        local_s, remote_s, services = 0.0, 0.0, dict[str, float]()
+        for group, (rows, distinct, num_bytes) in self._shares(engine, work.digests).items():
+            read = self._costs.read_bytes(rows, num_bytes, distinct)
+            if group == OWN:
+                local_s = self._costs.local.step_s(rows, read)
+                continue
+            service_s = services[group] = self._costs.service.step_s(rows, read)
+            waited_s = wait_s(service_s, self._others(group, engine))
+            remote_s = max(remote_s, self._costs.remote.step_s(rows, read) + waited_s)
+        seconds = base_s + local_s + max(0.0, remote_s - self._costs.hidden.value * base_s)
+        self.is_over(engine)
+        for group, service_s in services.items():
+            self._busy.setdefault(group, {})[engine] = service_s / seconds
+        return seconds
+
+    def _others(self, group: str, engine: str) -> float:
+        busy = self._busy.get(group, {})
+        return sum(busy.values()) - busy.get(engine, 0.0)
+
+    def _shares(self, engine: str, digests: Mapping[Digest, int]) -> dict[str, tuple[int, int, int]]:
+        """For each group its rows, adapters and bytes."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for digest, rows in digests.items():
+            group = self._group_of(engine, digest)
+            had, distinct, num_bytes = found.get(group, (0, 0, 0))
+            found[group] = (had + rows, distinct + 1, num_bytes + self._sizes[digest])
+        return found
