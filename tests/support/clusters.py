@@ -71,10 +71,10 @@ class BeatingGroup(Server):
 
     name = "group"
 
-    def __init__(self, home: Path, name: str, base: Fingerprint, nats: NatsServer) -> None:
+    def __init__(self, home: Path, name: str, base: Fingerprint, nats: NatsServer, *, rows_per_s: float = 0.0) -> None:
         super().__init__(home / name)
         self.id = name
-        self._arguments = [nats.url, name, base, str(BEAT_MS)]
+        self._arguments = [nats.url, name, base, str(BEAT_MS), str(rows_per_s)]
 
     @override
     def command(self) -> list[str]:
@@ -95,8 +95,8 @@ class Cluster:
         self.coordinators: list[Coordinator] = []
         self.groups: list[BeatingGroup] = []
 
-    def group(self, name: str, base: Fingerprint) -> "BeatingGroup":
-        server = BeatingGroup(self.home, name, base, self.nats)
+    def group(self, name: str, base: Fingerprint, *, rows_per_s: float = 0.0) -> "BeatingGroup":
+        server = BeatingGroup(self.home, name, base, self.nats, rows_per_s=rows_per_s)
         self.groups.append(server)
         server.launch()
         return server
