@@ -47,6 +47,15 @@ AUDIT_NUMBER = "infinilora:audit:number"
 """Counter: acts ever noted. Writer: the leading coordinator."""
 
 
+SCALE = "infinilora:scale"
+"""JSON object: an operator's own counts, `engines:MODEL` and `groups:MODEL`. Writer: the leading coordinator."""
+
+
+def desired(base: Fingerprint) -> str:
+    """JSON `Desired`: how many engines and groups there should be. Writer: the leading coordinator."""
+    return f"infinilora:desired:{base}"
+
+
 def adapter(tenant: str, name: str) -> str:
     """JSON `AdapterRecord`. Writers, by compare-and-set: the adapter API; of `pinned` also the leading coordinator."""
     return f"infinilora:adapter:{tenant}/{name}"

@@ -5,6 +5,9 @@ from infinilora.protocol.control import ProcessKind
 ADAPTER_EVENTS = "infinilora.events.adapter"
 PLACEMENT_EVENTS = "infinilora.events.placement-change"
 DEATHS = "infinilora.events.death"
+TRAFFIC = "infinilora.events.traffic"
+ADVICE = "infinilora.events.advice"
+SLO_ALERTS = "infinilora.events.slo"
 USAGE = "infinilora.usage"
 USAGE_STREAM = "infinilora-usage"
 

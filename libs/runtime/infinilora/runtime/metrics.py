@@ -279,3 +279,16 @@ class CoordinatorMetrics:
         self.commands = Counter(
             "infinilora_commands", "Commands sent, by body and outcome.", ("body", "outcome"), registry=registry
         )
+        self.desired = Gauge(
+            "infinilora_desired",
+            "Engines and groups that there should be, for whoever scales (KEDA, an HPA).",
+            ("tier", "model"),
+            registry=registry,
+        )
+        self.attainment = Gauge(
+            "infinilora_slo_attainment",
+            "Share of the requests of the last five minutes that were within the objective.",
+            ("slo_class", "metric"),
+            registry=registry,
+        )
+        self.alerts = Gauge("infinilora_slo_alerts", "Objectives being missed now.", registry=registry)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from infinilora.coordinator import fleet
 from infinilora.coordinator.admin import Admin
 from infinilora.coordinator.admin_routes import add_admin
+from infinilora.coordinator.ahead import look_ahead
 from infinilora.coordinator.app import create_app
 from infinilora.coordinator.audit import Audit
 from infinilora.coordinator.leader import Leadership
@@ -52,12 +53,16 @@ async def serve(service: Service, settings: Settings) -> None:
             policy=_policy(settings),
             blobs=open_blobs(settings.store_url, credentials=settings.store_credentials),
         )
+        ahead = look_ahead(
+            settings, store=store, bus=bus, members=members, leadership=leadership, reconciler=reconciler
+        )
         _watch(registry, bus, members, leadership, reconciler)
         app = create_app(
             fleet=lambda: fleet.show(members, leadership, reconciler, me=settings.coordinator_id),
             away=lambda: _away(bus, reconciler),
             is_ready=lambda: service.is_ready,
             registry=registry,
+            scale=ahead.show,
         )
         audit = Audit(store)
         admin = Admin(store=store, bus=bus, leadership=leadership, reconciler=reconciler, audit=audit)
@@ -70,7 +75,8 @@ async def serve(service: Service, settings: Settings) -> None:
                 settings.nats_url, lambda: _beat(service, settings.coordinator_id, address), interval_s=interval_s
             )
             leading = service.spawn(leadership.run(), "leadership")
-            for task in (reconciler.run, reconciler.follow_members, reconciler.follow_adapters, heart.run, web.run):
+            own = (reconciler.run, reconciler.follow_members, reconciler.follow_adapters, heart.run, web.run)
+            for task in (*own, *ahead.tasks):
                 service.spawn(task(), task.__qualname__)
             logger.info("serving", extra={"url": f"http://{web.address}"})
             service.spawn(_become_ready(service, bus, reconciler), "readiness")

@@ -12,7 +12,7 @@ from infinilora.runtime.problems import json_response
 
 def create_app(
     *, fleet: Callable[[], dict[str, Any]], away: Callable[[], list[str]], is_ready: Callable[[], bool],
-    registry: CollectorRegistry,
+    registry: CollectorRegistry, scale: Callable[[], dict[str, Any]] = dict,
 ) -> FastAPI:  # fmt: skip
     """`away` names the dependencies that do not answer now; readiness does not depend on them once it was won."""
     app = FastAPI(title="InfiniLoRA coordinator", openapi_url=None)
@@ -35,5 +35,9 @@ def create_app(
     @app.get("/v1/fleet")
     async def show_fleet() -> Response:
         return json_response(fleet())
+
+    @app.get("/v1/scale")
+    async def show_scale() -> Response:
+        return json_response(scale())
 
     return app

@@ -80,6 +80,11 @@ class Attempts:
         """Groups and the adapters that they failed at."""
         return frozenset(self._failed)
 
+    @property
+    def asked(self) -> frozenset[Pair]:
+        """Groups and the adapters that they are staging now."""
+        return frozenset(self._asked)
+
     def take(self, wanted: Iterable[Hint], now: float) -> list[Hint]:
         """Those that are to be given now: not again so soon, and of one group only so many at a time."""
         under_way: dict[str, int] = defaultdict(int)

@@ -7,7 +7,7 @@ needs no special road: the next round repairs.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -20,6 +20,7 @@ from infinilora.coordinator.moves import Attempts, table
 from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.pins import Pins
 from infinilora.coordinator.placement import Adapter, Group, Plan, Table, by_group, copies_of, place
+from infinilora.coordinator.prefetch import Room, prefetch
 from infinilora.coordinator.rebalance import Difference, difference
 from infinilora.coordinator.recovery import Recovery
 from infinilora.coordinator.registry import Registry
@@ -40,6 +41,8 @@ from infinilora.runtime.store import Store
 logger = logging.getLogger(__name__)
 
 HOTTEST = 10_000
+HEAT_SHARE = 0.05
+"""Of the store's time, for all coordinators' reading of heat together as long as there are few of them."""
 QUIET_S = 0.2
 """Changes that come together are one round."""
 
@@ -57,6 +60,16 @@ class Policy:
     move_s: float
     delete_grace_s: float
     clock_skew_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What is known of the time that comes: adapters that rise, with their rate, and those that come by the clock."""
+
+    rising: Callable[[Mapping[Digest, float]], Mapping[Digest, float]] = lambda _: {}
+    expected: Callable[[], Mapping[Digest, float]] = dict
+    bytes_per_s: float = 0.0
+    """Of one group's staging, that prefetch may take."""
 
 
 class Reconciler:
@@ -80,6 +93,8 @@ class Reconciler:
         self._leadership = leadership
         self.metrics = metrics
         self._policy = policy
+        self.foreseen = Foreseen()
+        """Nothing, until whoever wires this says who knows."""
         self._clock = clock
         self._kicked = asyncio.Event()
         self.orders = Orders(bus, leadership, metrics)
@@ -103,6 +118,7 @@ class Reconciler:
             clock=clock,
         )
         self.heat: dict[Digest, float] = {}
+        self._heat_due = clock()
         self.written: dict[Fingerprint, Written] = {}
         self.frozen: Frozen | None = None
         """By an operator: deaths are said, what was deleted is collected, drains go on; nothing else is done."""
@@ -176,9 +192,7 @@ class Reconciler:
         await self.drains.refresh()
         frozen = await self._store.get(keys.FREEZE, Frozen)
         self.frozen = frozen.value if frozen else None
-        now = datetime.now(UTC).timestamp()
-        half_life_s = self._policy.heat_half_life_s
-        self.heat = await self._store.heat(keys.heat(half_life_s), half_life_s, now, HOTTEST)
+        await self._look_at_heat()
         for base in self._bases():
             written = await read_placement(self._store, base, self.written.get(base))
             if written is not None:
@@ -186,6 +200,16 @@ class Reconciler:
             else:
                 self.written.pop(base, None)
         self._look_for_losses()
+
+    async def _look_at_heat(self) -> None:
+        """The store reads the whole hash in one piece: it is asked so seldom that this takes HEAT_SHARE of its time."""
+        if self._clock() < self._heat_due:
+            return
+        half_life_s, asked_at = self._policy.heat_half_life_s, self._clock()
+        now = datetime.now(UTC).timestamp()
+        self.heat = await self._store.heat(keys.heat(half_life_s), half_life_s, now, HOTTEST)
+        answered_at = self._clock()
+        self._heat_due = answered_at + (answered_at - asked_at) / HEAT_SHARE
 
     def _look_for_losses(self) -> None:
         """Standbys too, so that a leader's death and a group's at once are not one too many."""
@@ -248,7 +272,8 @@ class Reconciler:
         now_told = table(plan, told, resident, heat.keys(), failed)
         if now_told != told and not await self._write(base, now_told, written, epoch):
             return
-        await self._hint(hints(now_told, resident, heat, self.registry.digests(), failed), servers, epoch)
+        wanted = hints(now_told, resident, heat, self.registry.digests(), failed)
+        await self._hint(wanted + self._prefetch(adapters, now_told, resident, loads), servers, epoch)
         await self._pins.round(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
 
     def _servers(self, base: Fingerprint) -> dict[str, Member]:
@@ -269,9 +294,10 @@ class Reconciler:
 
     def _adapters(self, base: Fingerprint, current: Table) -> list[Adapter]:
         """What is to be placed, with its heat."""
-        hot = hot_spots(self.heat, self._policy.hot_rps, copies_of(current))
+        heat = {**self.heat, **self.foreseen.rising(self.heat)}
+        hot = hot_spots(heat, self._policy.hot_rps, copies_of(current))
         return [
-            replace(adapter, rps=self.heat[digest], copies=hot.get(digest, 1)) if digest in self.heat else adapter
+            replace(adapter, rps=heat[digest], copies=hot.get(digest, 1)) if digest in heat else adapter
             for digest, adapter in self.registry.adapters(base).items()
         ]
 
@@ -298,6 +324,19 @@ class Reconciler:
     async def _place(self, groups: list[Group], adapters: list[Adapter], before: Table) -> Plan:
         # A large fleet takes seconds: the lease has to be renewed meanwhile.
         return await asyncio.to_thread(place, groups, adapters, before, fill=self._policy.fill)
+
+    def _prefetch(
+        self,
+        adapters: list[Adapter],
+        told: Table,
+        resident: Mapping[str, frozenset[Digest]],
+        loads: Mapping[str, GroupLoad],
+    ) -> list[Hint]:
+        """Of what has no heat; the rest is hinted at."""
+        expected = self.foreseen.expected()
+        sizes = {a.digest: a.num_bytes for a in adapters if a.digest in expected and not a.rps}
+        rooms = {group: Room(load.bytes_free, load.bytes_total) for group, load in loads.items()}
+        return prefetch(expected, told, resident, rooms, sizes, self._attempts.asked, self.foreseen.bytes_per_s)
 
     async def _write(self, base: Fingerprint, groups: Table, before: Written | None, epoch: int) -> bool:
         """False if another leads: the next round reads what it wrote, and its epoch."""

@@ -2,9 +2,13 @@
 
 import os
 import socket
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from infinilora.coordinator.kubernetes import parse_targets
+from infinilora.protocol.errors import InvalidRequest
 from infinilora.runtime.bearers import parse_keys
 from infinilora.runtime.settings import Common
 
@@ -35,6 +39,47 @@ class Settings(Common):
     is, and the group is not asked again for ten times as long."""
     hint_pause_s: float = Field(default=10.0, gt=0)
     """Before the same hint is given again."""
+    scaler: Literal["none", "local", "kubernetes"] = "none"
+    """Who follows the desired counts: nobody here (they are shown, and nothing is drained), `infinilora up`, or the
+    scale subresource of the workloads that `kube_targets` names."""
+    min_engines: int = Field(default=1, ge=0)
+    """Of each base. 0: none once nobody has come for `scale_idle_s`; the first request brings one back."""
+    max_engines: int = Field(default=8, ge=1)
+    min_groups: int = Field(default=1, ge=0)
+    max_groups: int = Field(default=8, ge=1)
+    engine_sequences: float = Field(default=32, gt=0)
+    """Sequences at once that one engine serves within the SLO."""
+    group_sequences: float = Field(default=256, gt=0)
+    """Of requests with an adapter, those at once that one group computes for within the SLO."""
+    lead_s: float = Field(default=120.0, gt=0)
+    """From the decision for one more engine to its first token: how far ahead is looked."""
+    season_s: float = Field(default=86_400.0, gt=0)
+    """After which traffic repeats itself, if it does."""
+    scale_hold_s: float = Field(default=1200.0, gt=0)
+    """Fewer must have been enough for so long before one goes."""
+    scale_idle_s: float = Field(default=3600.0, gt=0)
+    iar: float = Field(default=0.95, gt=0, lt=1)
+    """Share of requests that are to find room for their adapter at once; groups are counted by it."""
+    kube_url: str = "https://kubernetes.default.svc"
+    kube_namespace: str = "default"
+    kube_targets: str = ""
+    """`engines=statefulsets/NAME,groups=statefulsets/NAME`."""
+    kube_model: str = ""
+    """The served name that these workloads are of; empty where there is only one base."""
+    kube_token_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    kube_ca_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+
+    slo_ttft_ms: float = Field(default=250.0, gt=0)
+    """Within which `interactive` requests are to have their first token; `standard` ones within `slo_ttft_standard_ms`,
+    and `batch` ones whenever it may be."""
+    slo_ttft_standard_ms: float = Field(default=2000.0, gt=0)
+    slo_tpot_ms: float = Field(default=100.0, gt=0)
+    """For each token after the first; of both classes."""
+    slo_target: float = Field(default=0.95, gt=0, lt=1)
+    """Share of requests that are to keep it."""
+    prefetch_mb_s: float = Field(default=100.0, ge=0)
+    """Megabytes a second of one group's staging that prefetch may take; 0: none."""
+
     delete_grace_s: float = Field(default=15.0, ge=0)
     """How long an adapter that no name leads to is kept in the store for requests that were admitted before."""
     clock_skew_s: float = Field(default=50.0, ge=0)
@@ -46,3 +91,19 @@ class Settings(Common):
     def _keys_are_readable(cls, value: SecretStr) -> SecretStr:
         parse_keys(value.get_secret_value(), "operator")
         return value
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        """What cannot be carried out is said at the start."""
+        for tier, least, most in (
+            ("engines", self.min_engines, self.max_engines),
+            ("groups", self.min_groups, self.max_groups),
+        ):
+            if least > most:
+                raise ValueError(f"min_{tier} is {least} and max_{tier} is {most}; wanted no more than that")
+        if self.scaler == "kubernetes":
+            try:
+                parse_targets(self.kube_targets)
+            except InvalidRequest as error:
+                raise ValueError(error.message) from None
+        return self

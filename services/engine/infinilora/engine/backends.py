@@ -31,7 +31,7 @@ from infinilora.runtime.membership import Member
 from infinilora.runtime.placement import PlacementMirror
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
-from infinilora.runtime.store import RedisStore
+from infinilora.runtime.store import RedisStore, Store
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Around:
     bus: Bus
     members: Members
     blobs: BlobStore
+    store: Store
 
 
 async def reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
@@ -64,7 +65,8 @@ async def reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
     bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
     members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
     blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
-    return Around(bus, await stack.enter_async_context(members), blobs)
+    store = await stack.enter_async_context(RedisStore(settings.redis_url))
+    return Around(bus, await stack.enter_async_context(members), blobs, store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,7 @@ async def _open_remote(
     )
     async with AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels(token=settings.rpc_token.get_secret_value()))
-        store = await stack.enter_async_context(RedisStore(settings.redis_url))
-        placement = PlacementMirror(around.bus, store, base)
+        placement = PlacementMirror(around.bus, around.store, base)
         backend = RemoteLora(
             model.card,
             identity,

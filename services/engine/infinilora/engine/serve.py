@@ -33,11 +33,15 @@ from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command, EngineLoad
 from infinilora.protocol.ids import Digest
 from infinilora.runtime import metrics, rpc, telemetry
+from infinilora.runtime.fence import Fence
 from infinilora.runtime.members import Heart
 from infinilora.runtime.service import Service
+from infinilora.runtime.store import Store
 from infinilora.runtime.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+EPOCH_AGAIN_S = 1.0
 
 
 async def serve(settings: Settings, service: Service) -> None:
@@ -66,6 +70,8 @@ async def serve(settings: Settings, service: Service) -> None:
         service.spawn(heart.run(), "heart")
         service.spawn(keep_publishing(around.blobs, model.card, settings.model), "publish")
         commands = Commands(engine, lora.forget)
+        await commands.fence.read(around.store)
+        service.spawn(_learn_epoch(commands.fence, around.store), "epoch")
         await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, commands.handle)
         service.ready()
         heart.beat_now()
@@ -74,6 +80,13 @@ async def serve(settings: Settings, service: Service) -> None:
         engine.stop()
         heart.beat_now()
         await engine.idle.wait()
+
+
+async def _learn_epoch(fence: Fence, store: Store) -> None:
+    """The store may have been away at the start."""
+    while not fence.is_known:
+        await asyncio.sleep(EPOCH_AGAIN_S)
+        await fence.read(store)
 
 
 def _facts_desk(settings: Settings, model: LoadedModel, stack: AsyncExitStack) -> FactsDesk:

@@ -18,9 +18,10 @@ from infinilora.engine.sequence import Sequence
 from infinilora.engine.wire import ModelFacts, read_request, write_event
 from infinilora.protocol import generate_pb2
 from infinilora.protocol.control import Command, CommandReply, Drain, Forget
-from infinilora.protocol.errors import InvalidRequest, StaleEpoch, Unavailable
+from infinilora.protocol.errors import InvalidRequest, Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.runtime import telemetry
+from infinilora.runtime.fence import Fence
 from infinilora.runtime.rpc import Call
 from infinilora.runtime.telemetry import Telemetry
 
@@ -141,12 +142,10 @@ class Commands:
         """`forget` lets go of a deleted adapter's bytes in this process, if it has any."""
         self._engine = engine
         self._forget = forget
-        self._epoch = 0
+        self.fence = Fence()
 
     async def handle(self, command: Command) -> CommandReply:
-        if command.epoch < self._epoch:
-            raise StaleEpoch(f"epoch {command.epoch} was deposed; this engine has seen {self._epoch}")
-        self._epoch = command.epoch
+        self.fence.check(command)
         match command.body:
             case Drain(draining=draining):
                 self._engine.is_draining = draining or self._engine.is_stopping

@@ -1,4 +1,4 @@
-"""What a request leaves behind: heat for the coordinator, a usage event for whoever bills, metrics.
+"""What a request leaves behind: heat and a report for the coordinator, a usage event for whoever bills, metrics.
 
 Heat is gathered for a second and may be lost; usage events are kept until the broker has them.
 """
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from infinilora.gateway.answer import Answer
 from infinilora.gateway.plan import Target
+from infinilora.gateway.reports import Reports
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import UsageEvent
 from infinilora.protocol.errors import Unavailable
@@ -27,16 +28,18 @@ MAX_LABELS = 20
 class Accounting:
     """Writes for all requests of this process."""
 
-    def __init__(self, store: Store, bus: Bus, metrics: GatewayMetrics, *, half_life_s: int) -> None:
+    def __init__(self, store: Store, bus: Bus, metrics: GatewayMetrics, reports: Reports, *, half_life_s: int) -> None:
         self._store = store
         self._bus = bus
         self._metrics = metrics
+        self._reports = reports
         self._half_life_s = half_life_s
         self._heat: Counter[Digest] = Counter()
         self._labels: list[str] = []  # adapters with a metric label of their own: the first to be asked for
 
     def admitted(self, target: Target) -> None:
         """A request was let in. Counted once, whatever its number of choices."""
+        self._reports.arrived(target)
         if target.digest is None:
             return
         self._heat[target.digest] += 1
@@ -85,6 +88,7 @@ class Accounting:
         self._metrics.tokens.labels(direction="in", adapter=adapter).inc(answer.totals.prompt_tokens)
         self._metrics.tokens.labels(direction="out", adapter=adapter).inc(answer.totals.completion_tokens)
         if paces:
+            self._reports.ended(target, answer.plan.body.slo_class or "standard", paces, started_s)
             first_s = min(pace.first_s for pace in paces)
             self._metrics.ttft.labels(route=route, adapter=adapter).observe(first_s - started_s)
         for pace in paces:

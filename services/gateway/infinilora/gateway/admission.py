@@ -4,20 +4,28 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from infinilora.gateway.plan import Target
+from infinilora.gateway.reports import Advised
 from infinilora.protocol.errors import Overloaded, RateLimited
+from infinilora.protocol.ids import SloClass
 
 
 class Admission:
     """Counts sequences from admission to answer. Used by one event loop."""
 
-    def __init__(self, *, max_sequences: int, max_tenant_sequences: int) -> None:
+    def __init__(self, *, max_sequences: int, max_tenant_sequences: int, advised: Advised | None = None) -> None:
         self._max_sequences = max_sequences
         self._max_tenant_sequences = max_tenant_sequences
+        self._advised = advised
         self._running: Counter[str] = Counter()
 
     @property
     def num_running(self) -> int:
         return self._running.total()
+
+    def slo_class(self, asked: SloClass, target: Target) -> SloClass:
+        """The class that a request is served as now. Raises Overloaded for one that is to come later."""
+        return asked if self._advised is None else self._advised.slo_class(asked, target)
 
     @contextmanager
     def admit(self, tenant: str, sequences: int) -> Iterator[None]:

@@ -93,8 +93,10 @@ class Desk:
         target = self._catalog.resolve(body.model, caller.tenant)
         base = await self._shelf.get(target.base)
         self._catalog.check_base(target, base.card)
+        slo_class = self._admission.slo_class(body.slo_class or "standard", target)
         limits = Limits(time.monotonic() + self._times.request_s, self._times.patience_s)
-        return await make(body, request_id=caller.request_id, target=target, base=base, limits=limits)
+        plan = await make(body, request_id=caller.request_id, target=target, base=base, limits=limits)
+        return replace(plan, slo_class=slo_class)
 
     async def _respond(self, caller: Caller, route: str, plan: Plan, shape: Shape) -> Response:
         answer = Answer(plan, shape, self._relay)

@@ -13,7 +13,7 @@ from infinilora.gateway.choice import Choice
 from infinilora.gateway.progress import Job
 from infinilora.gateway.schema import MAX_CHOICES, Body, sampling, stop_strings, with_choice
 from infinilora.protocol.errors import ContextLengthExceeded, InvalidRequest
-from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.ids import Digest, Fingerprint, SloClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ class Plan:
     max_tokens: int | None
     logprobs: int
     echo: bool = False
+    slo_class: SloClass = "standard"
+    """As engines are told: that of the body, or one up for an adapter in a hurry."""
 
     @property
     def n(self) -> int:
@@ -102,7 +104,7 @@ class Plan:
             digest=self.target.digest,
             prompt=prompt.ids,
             sampling=with_choice(parameters, index % self.n),
-            slo_class=self.body.slo_class or "standard",
+            slo_class=self.slo_class,
             fallback_base=self.body.lora_fallback == "base"
             or (self.body.lora_fallback is None and self.target.allows_base),
             deadline=self.limits.deadline,

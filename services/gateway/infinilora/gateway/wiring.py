@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
+from uuid import uuid4
 
 from fastapi import FastAPI
 
@@ -26,6 +27,7 @@ from infinilora.gateway.ledger import Ledger
 from infinilora.gateway.management import Management, Uploads
 from infinilora.gateway.registry import Registry
 from infinilora.gateway.relay import Relay
+from infinilora.gateway.reports import Advised, Reports
 from infinilora.gateway.settings import Settings
 from infinilora.gateway.sources import Buckets, Sources
 from infinilora.gateway.tenants import Tenants, parse_keys
@@ -79,9 +81,12 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     tenants = Tenants(parse_keys(settings.api_keys.get_secret_value()))
     catalog = Catalog(fleet, registry, settings.aliases, is_open=tenants.is_open)
     shelf = BaseShelf(ties.blobs)
-    accounting = Accounting(ties.store, ties.bus, metrics, half_life_s=settings.heat_half_life_s)
+    reports, advised = Reports(ties.bus, gateway=settings.gateway_id, incarnation=uuid4().hex), Advised(ties.bus)
+    accounting = Accounting(ties.store, ties.bus, metrics, reports, half_life_s=settings.heat_half_life_s)
     admission = Admission(
-        max_sequences=settings.max_concurrent_requests, max_tenant_sequences=settings.max_tenant_requests
+        max_sequences=settings.max_concurrent_requests,
+        max_tenant_sequences=settings.max_tenant_requests,
+        advised=advised,
     )
     desk = Desk(
         catalog=catalog,
@@ -112,6 +117,8 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         "registry events": registry.follow_events,
         "registry revisions": registry.follow_revisions,
         "heat": accounting.write_heat,
+        "reports": reports.send,
+        "advice": advised.follow,
         "members": lambda: _follow_members(ties.members, fleet),
         "health": fleet.watch_health,
         "bases": lambda: _read_bases(fleet, shelf),

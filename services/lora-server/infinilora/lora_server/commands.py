@@ -4,38 +4,23 @@ import logging
 from typing import assert_never
 
 from infinilora.pool.pool import AdapterPool
-from infinilora.protocol import keys
 from infinilora.protocol.control import Command, CommandReply, Drain, Evict, Forget, Pin, Stage
-from infinilora.protocol.errors import StaleEpoch, Unavailable
-from infinilora.runtime.store import Store
+from infinilora.runtime.fence import Fence
 
 logger = logging.getLogger(__name__)
 
 
 class Commands:
-    """`epoch` is the highest seen, from a command or from the store; lower ones are refused."""
+    """Of leaders that are none any more, none is taken."""
 
     def __init__(self, pool: AdapterPool) -> None:
         self._pool = pool
-        self.epoch = 0
-        self._knows_epoch = False
+        self.fence = Fence()
         self._is_stopping = False
         self.is_draining = False
 
-    async def read_epoch(self, store: Store) -> None:
-        """Learn the present epoch, once; without a store, serve on and learn it later."""
-        if self._knows_epoch:
-            return
-        try:
-            self.epoch = max(self.epoch, await store.counter(keys.EPOCH))
-            self._knows_epoch = True
-        except Unavailable as error:
-            logger.warning("epoch not read yet", extra={"reason": error.message})
-
     async def handle(self, command: Command) -> CommandReply:
-        if command.epoch < self.epoch:
-            raise StaleEpoch(f"epoch {command.epoch} was deposed; this server has seen {self.epoch}")
-        self.epoch = command.epoch
+        self.fence.check(command)
         match command.body:
             case Stage(digest=digest):
                 self._pool.stage(digest)

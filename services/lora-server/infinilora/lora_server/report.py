@@ -55,7 +55,7 @@ def beat(
 async def keep_residency(store: Store, group: str, pool: AdapterPool, commands: Commands) -> None:
     """Write what is resident, with a time to live, and learn the epoch if it is not known yet."""
     while True:
-        await commands.read_epoch(store)
+        await commands.fence.read(store)
         try:
             await store.put(keys.residency(group), pool.resident(), ttl_s=RESIDENCY_TTL_S)
         except Unavailable as error:

@@ -99,7 +99,7 @@ async def _lead(
     service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
     service.spawn(follow_registrations(pool, around.bus), "registrations")
     service.spawn(watch_base(settings.base, card, around.members), "base")
-    await commands.read_epoch(around.store)
+    await commands.fence.read(around.store)
     await _either(followers.complete(), service.draining.wait())
     await around.bus.serve(subjects.commands("lora-server", settings.id), Command, commands.handle)
     service.ready()

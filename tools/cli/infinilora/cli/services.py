@@ -44,6 +44,8 @@ class Plan:
     lora_shape: str = "1x1"
     shard_ports: tuple[int, ...] = ()
     """Of the other shards."""
+    more_groups: tuple[tuple[int, ...], ...] = ()
+    """Of each further group: its shards' ports."""
     admin_key: str = field(default="", repr=False)
     """With which an operator shows himself to the coordinator."""
     shared: Mapping[str, str] = field(repr=False, kw_only=True)
@@ -92,25 +94,37 @@ def engine(plan: Plan, number: int = 0) -> Program:
         "ENGINE_SHARDS": plan.engine_shards,
         "LINK_DIR": str(plan.link_dir),
     }
-    name = f"engine.{number}" if number else "engine"
-    return _program(plan, "engine", settings, _member(plan, "engine", engine_id), MODEL_READY_S, name=name)
+    probe = _member(plan, "engine", engine_id)
+    return _program(plan, "engine", settings, probe, MODEL_READY_S, name=engine_name(number))
 
 
-def lora_server(plan: Plan, shard: int = 0) -> Program:
-    """A shard of the one group; the head where that is all there is."""
+def engine_name(number: int) -> str:
+    """Of its program."""
+    return f"engine.{number}" if number else "engine"
+
+
+def lora_server(plan: Plan, shard: int = 0, group: int = 0) -> Program:
+    """A shard of a group; the head where that is all there is."""
     num_shards = 1 + len(plan.shard_ports)
-    head = f"{HOST}:{plan.lora_server_port}"
+    ports = plan.more_groups[group - 1] if group else (plan.lora_server_port, *plan.shard_ports)
+    head = f"{HOST}:{ports[0]}"
     settings = {
-        "GROUP": "lora-0",
-        "LISTEN": f"{HOST}:{plan.shard_ports[shard - 1]}" if shard else head,
+        "GROUP": f"lora-{group}",
+        "LISTEN": f"{HOST}:{ports[shard]}",
         "BASE": plan.served_name,
         "THREADS": str(max(1, lora_threads(plan.threads) // num_shards)),
         "LINK_DIR": str(plan.link_dir),
     }
     if num_shards > 1:
         settings |= {"SHAPE": plan.lora_shape, "SHARD": str(shard), "HEAD": head if shard else ""}
-    name = f"lora-server.{shard}" if shard else "lora-server"
-    return _program(plan, "lora-server", settings, _member(plan, "lora-server"), MODEL_READY_S, name=name)
+    probe = _member(plan, "lora-server")
+    return _program(plan, "lora-server", settings, probe, MODEL_READY_S, name=lora_server_name(shard, group))
+
+
+def lora_server_name(shard: int, group: int) -> str:
+    """Of its program."""
+    first = f"lora-server.lora-{group}" if group else "lora-server"
+    return f"{first}.{shard}" if shard else first
 
 
 def lora_threads(engine_threads: int) -> int:

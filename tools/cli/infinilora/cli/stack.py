@@ -11,6 +11,7 @@ Used by `infinilora up`, by tests and by benchmarks. Says nothing on a terminal:
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,17 @@ from infinilora.cli import servers
 from infinilora.cli.child import Child, Program
 from infinilora.cli.home import Home, Running
 from infinilora.cli.models import find_model
-from infinilora.cli.ports import kept_ports, want
-from infinilora.cli.services import Plan, lora_threads, services, stopping
+from infinilora.cli.ports import free_ports, kept_ports, want
+from infinilora.cli.services import (
+    Plan,
+    engine,
+    engine_name,
+    lora_server,
+    lora_server_name,
+    lora_threads,
+    services,
+    stopping,
+)
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.shards import ONE, Shape
 
@@ -141,6 +151,41 @@ class Stack:
     async def outage(self, name: str, *, for_s: float) -> None:
         """Kill -9 a program, keep it away, and return once it is back and ready."""
         await self._child(name).outage(for_s)
+
+    async def set_engines(self, count: int) -> None:
+        """Have so many. Those that are new start and are supervised from now on; the last go, and are given time."""
+        plan = self._started()
+        for number in range(len(plan.engine_ports), count):
+            self._plan = plan = replace(plan, engine_ports=(*plan.engine_ports, *free_ports(1)))
+            self._add(engine(plan, number))
+        for number in reversed(range(count, len(plan.engine_ports))):
+            self._plan = replace(plan, engine_ports=plan.engine_ports[:count])
+            await self._remove(engine_name(number))
+
+    async def set_groups(self, count: int) -> None:
+        """Have so many groups of LoRA servers, at least one; without LoRA servers there are none to have."""
+        plan = self._started()
+        if plan.lora != "remote":
+            return
+        num_shards = 1 + len(plan.shard_ports)
+        for group in range(1 + len(plan.more_groups), count):
+            self._plan = plan = replace(plan, more_groups=(*plan.more_groups, tuple(free_ports(num_shards))))
+            for shard in range(num_shards):
+                self._add(lora_server(plan, shard, group))
+        for group in reversed(range(max(1, count), 1 + len(plan.more_groups))):
+            self._plan = replace(plan, more_groups=plan.more_groups[: group - 1])
+            await asyncio.gather(*(self._remove(lora_server_name(shard, group)) for shard in range(num_shards)))
+
+    def _add(self, program: Program) -> None:
+        child = Child(program, self.home.new_log(program.name), self._on_event)
+        self._children[program.name] = child
+        child.start()
+        self._on_event(program.name, "starts: there are to be more")
+
+    async def _remove(self, name: str) -> None:
+        self._on_event(name, "stops: there are to be fewer")
+        await self._children[name].stop()
+        self._children.pop(name, None)
 
     async def until_ready(self, name: str) -> None:
         await self._child(name).until_ready()

@@ -10,9 +10,10 @@ import typer
 
 from infinilora.cli import demo, models
 from infinilora.cli.api import Api
+from infinilora.cli.follow import follow
 from infinilora.cli.model_commands import prepared
 from infinilora.cli.options import VarDir
-from infinilora.cli.stack import Stack, Urls
+from infinilora.cli.stack import OnEvent, Stack, Urls
 from infinilora.cli.terminal import err, errors, out
 from infinilora.cli.welcome import speech_of, welcome
 
@@ -27,6 +28,13 @@ LoraShape = Annotated[
     ),
 ]
 Engines = Annotated[int, typer.Option("--engines", min=1, help="Engines of the base model; they share the threads.")]
+MaxEngines = Annotated[
+    int, typer.Option("--max-engines", min=0, help="More engines come with the load, up to so many; 0: they do not.")
+]
+MaxGroups = Annotated[
+    int,
+    typer.Option("--max-groups", min=0, help="More LoRA servers come with the load, up to so many; 0: they do not."),
+]
 Shards = Annotated[
     str, typer.Option("--shards", help="Processes of the engine, each with a part of the model, or auto.")
 ]
@@ -54,6 +62,8 @@ def up(  # noqa: PLR0913 - each is an option
     lora_shape: LoraShape = "1x1",
     engines: Engines = 1,
     shards: Shards = "1",
+    max_engines: MaxEngines = 0,
+    max_groups: MaxGroups = 0,
     threads: Threads = 0,
     nats: Nats = "",
     redis: Redis = "",
@@ -82,14 +92,33 @@ def up(  # noqa: PLR0913 - each is an option
             engine_shards=shards,
             threads=threads or None,
             urls=Urls(nats, redis, store),
+            extra_env=scaled(engines, max_engines, max_groups),
             on_event=on_event,
         )
-        asyncio.run(_live(stack))
+        is_scaled = bool(max_engines or max_groups)
+        asyncio.run(_live(stack, on_event if is_scaled else None))
     err.print("stopped")
 
 
-async def _live(stack: Stack) -> None:
-    """Run the system until a signal. The second signal kills what the first one did not stop."""
+def scaled(engines: int, max_engines: int, max_groups: int) -> dict[str, str]:
+    """What the coordinator is told of how many there may be; nothing where their number stays."""
+    if not max_engines and not max_groups:
+        return {}
+    limits = {
+        "SCALER": "local",
+        "MIN_ENGINES": engines,
+        "MAX_ENGINES": max(engines, max_engines),
+        "MIN_GROUPS": 1,
+        "MAX_GROUPS": max(1, max_groups),
+    }
+    return {f"INFINILORA_{name}": str(value) for name, value in limits.items()}
+
+
+async def _live(stack: Stack, on_event: OnEvent | None) -> None:
+    """Run the system until a signal; the second signal kills what the first one did not stop.
+
+    With `on_event`, in as many processes as the coordinator decides.
+    """
     loop, body = asyncio.get_running_loop(), asyncio.current_task()
     assert body is not None  # noqa: S101 - this is a coroutine, so it runs in one
 
@@ -103,16 +132,18 @@ async def _live(stack: Stack) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
-        await _serve(stack)
+        await _serve(stack, on_event)
     except asyncio.CancelledError:
         body.uncancel()  # it was asked for, and all is stopped
 
 
-async def _serve(stack: Stack) -> None:
+async def _serve(stack: Stack, on_event: OnEvent | None) -> None:
     try:
         await stack.start()
         await asyncio.to_thread(_register_demo, stack)
         out.print(welcome(stack.url, stack.served_name, speech_of(stack.model)))
+        if on_event:
+            await follow(stack, on_event)
         await asyncio.Event().wait()
     finally:
         await stack.stop()

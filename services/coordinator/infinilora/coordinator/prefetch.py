@@ -1,0 +1,104 @@
+"""Which adapters to stage before anybody asks for them. Pure.
+
+Placement has what has heat staged. Here are those that have none, and came at this time one season (a day) before: what
+runs by the clock comes again. They never make anybody leave: they take free bytes only, and only so many are under way
+at once as a link brings within `WITHIN_S`.
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import NamedTuple
+
+from infinilora.coordinator.hints import Hint, Pair
+from infinilora.coordinator.placement import Table
+from infinilora.protocol.ids import Digest
+
+WITHIN_S = 2.0
+SPARE = 0.1
+"""Share of a group's bytes that prefetch leaves free: for what is asked for meanwhile."""
+SLOTS = 96
+"""Spans of a season, each with what came in it: a quarter of an hour of a day."""
+NOTED = 256
+"""Adapters of one span, the busiest."""
+
+
+class Calendar:
+    """What came in each span of the latest season; the present span is noted apart until it is over."""
+
+    def __init__(self, season_s: float) -> None:
+        self._slot_s = season_s / SLOTS
+        self._slots: list[dict[Digest, int]] = [{} for _ in range(SLOTS)]
+        self._present: dict[Digest, int] = {}
+        self._number: int | None = None
+
+    def note(self, counts: Mapping[Digest, int], now: float) -> None:
+        """So many requests have come for these, at `now` on a clock that goes on over seasons."""
+        number = int(now / self._slot_s)
+        if self._number is not None and number != self._number:
+            self._close(number)
+        self._number = number
+        for digest, count in counts.items():
+            self._present[digest] = self._present.get(digest, 0) + count
+
+    def expected(self, now: float, ahead_s: float) -> dict[Digest, float]:
+        """Requests a second of what came one season before, in the span of `ahead_s` from now."""
+        slot = self._slots[int((now + ahead_s) / self._slot_s) % SLOTS]
+        return {digest: count / self._slot_s for digest, count in slot.items()}
+
+    def _close(self, number: int) -> None:
+        """The span is over; in those that were passed over meanwhile, nothing came."""
+        assert self._number is not None  # noqa: S101 - there was one to close
+        busiest = sorted(self._present.items(), key=lambda pair: (-pair[1], pair[0]))[:NOTED]
+        self._slots[self._number % SLOTS] = dict(busiest)
+        for passed in range(self._number + 1, min(number, self._number + SLOTS)):
+            self._slots[passed % SLOTS] = {}
+        self._present = {}
+
+
+class Room(NamedTuple):
+    """Of one group: bytes of its pool that nothing holds, and all of them."""
+
+    bytes_free: int
+    bytes_total: int
+
+
+def prefetch(
+    expected: Mapping[Digest, float],
+    table: Table,
+    resident: Mapping[str, Set[Digest]],
+    rooms: Mapping[str, Room],
+    sizes: Mapping[Digest, int],
+    under_way: Iterable[Pair],
+    bytes_per_s: float,
+) -> list[Hint]:
+    """Busiest first, each to the first group that it is planned on, if it is nowhere, as room and bandwidth allow.
+
+    `under_way` are the stagings that groups were asked for already: they take of the same bandwidth and room.
+    """
+    room = {group: one.bytes_free - SPARE * one.bytes_total for group, one in rooms.items()}
+    left = dict.fromkeys(rooms, bytes_per_s * WITHIN_S)
+    asked = set(under_way)
+    for group, digest in asked:
+        if group in rooms:
+            room[group] -= sizes.get(digest, 0)
+            left[group] -= sizes.get(digest, 0)
+    anywhere = {digest for held in resident.values() for digest in held} | {digest for _, digest in asked}
+    hints, homes = [], _homes(table)
+    for digest in sorted(expected, key=lambda digest: (-expected[digest], digest)):
+        size, home = sizes.get(digest), homes.get(digest)
+        if (
+            size is None
+            or home is None
+            or home not in rooms
+            or digest in anywhere
+            or size > min(room[home], left[home])
+        ):
+            continue
+        room[home] -= size
+        left[home] -= size
+        hints.append(Hint("stage", home, digest))
+    return hints
+
+
+def _homes(table: Table) -> dict[Digest, str]:
+    """The first group of each."""
+    return {digest: group for group, digests in sorted(table.items(), reverse=True) for digest in digests}

@@ -1,0 +1,130 @@
+"""Whether what was promised is kept: attainment over sliding windows, the budget that is left, alerts. Pure.
+
+attainment    share of the requests that were within the objective
+budget        1 - target: the share that may miss it
+burn rate     share that missed it / budget; above 1 the budget will not last
+
+An alert begins when the long and the short window both burn fast, and ends when the short one keeps the budget:
+one bad second is no reason to ring, and what is over is not rung for any longer.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from infinilora.protocol.ids import Digest, Fingerprint, SloClass
+from infinilora.protocol.traffic import Sketch, Tally, merged
+
+Metric = Literal["ttft", "tpot"]
+FAST = 2.0
+"""Burn rate from which an alert begins."""
+MIN_REQUESTS = 20
+"""Requests of the short window below which nobody rings: one of three is no third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Of each class: seconds that `target` of the requests are to be within. `batch` has none."""
+
+    ttft_s: dict[SloClass, float]
+    tpot_s: float
+    target: float
+
+    def seconds(self, slo_class: SloClass, metric: Metric) -> float | None:
+        if slo_class not in self.ttft_s:
+            return None
+        return self.ttft_s[slo_class] if metric == "ttft" else self.tpot_s
+
+
+class Subject(NamedTuple):
+    """Whose times: all of a class (digest None), or one adapter's."""
+
+    base: Fingerprint
+    slo_class: SloClass
+    digest: Digest | None
+    metric: Metric
+
+
+class Attainment(NamedTuple):
+    """Of so many requests, the share within the objective, and how fast the budget burns."""
+
+    requests: int
+    share: float
+    burn_rate: float
+
+
+def attainment(times: Sketch, seconds: float, target: float) -> Attainment:
+    """Of no requests all have kept it."""
+    count = times.count
+    share = times.within(seconds) / count if count else 1.0
+    return Attainment(count, share, (1 - share) / (1 - target))
+
+
+class Window:
+    """Tallies of the latest `parts` equal spans of time; the present one is not over."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts: deque[list[Tally]] = deque([[]], maxlen=parts)
+
+    def add(self, tallies: Iterable[Tally]) -> None:
+        self._parts[-1] = list(merged([*self._parts[-1], *tallies]).values())
+
+    def turn(self) -> None:
+        """The present span is over; the oldest is forgotten."""
+        self._parts.append([])
+
+    def times(self, latest: int | None = None) -> dict[tuple[Fingerprint, SloClass, Digest | None], Tally]:
+        """Of all spans, or of so many of the latest."""
+        parts = list(self._parts)[-latest if latest else 0 :]
+        return merged(tally for part in parts for tally in part)
+
+
+class Judged(NamedTuple):
+    """One subject in both windows."""
+
+    subject: Subject
+    long: Attainment
+    short: Attainment
+
+
+def judge(window: Window, short_parts: int, objective: Objective) -> Iterator[Judged]:
+    """Every subject that has an objective, by the whole window and by its latest parts."""
+    short = window.times(short_parts)
+    for key, tally in window.times().items():
+        for metric in get_args(Metric):
+            seconds = objective.seconds(tally.slo_class, metric)
+            if seconds is None:
+                continue
+            latest = short[key] if key in short else Tally(*key)
+            both = (attainment(getattr(t, metric), seconds, objective.target) for t in (tally, latest))
+            yield Judged(Subject(*key, metric), *both)
+
+
+class Alarms:
+    """Which alerts are on."""
+
+    def __init__(self) -> None:
+        self.firing: dict[Subject, Judged] = {}
+
+    def misses_first_tokens(self, base: Fingerprint) -> bool:
+        """Whether a class of this base does: more engines might help."""
+        return any(s.base == base and s.digest is None and s.metric == "ttft" for s in self.firing)
+
+    def look(self, judged: Iterable[Judged]) -> list[tuple[Judged, bool]]:
+        """What has begun (True) or ended (False) since the look before. What is not judged any more has ended."""
+        seen, changes = {one.subject: one for one in judged}, []
+        for subject, one in seen.items():
+            is_bad = min(one.long.burn_rate, one.short.burn_rate) >= FAST and one.short.requests >= MIN_REQUESTS
+            if is_bad and subject not in self.firing:
+                changes.append((one, True))
+        for subject, before in self.firing.items():
+            now = seen.get(subject)
+            if now is None or now.short.burn_rate <= 1.0:
+                changes.append((now or before, False))
+        for one, begins in changes:
+            if begins:
+                self.firing[one.subject] = one
+            else:
+                del self.firing[one.subject]
+        return changes

@@ -1,0 +1,66 @@
+"""What is staged before anybody asks, by table."""
+
+import pytest
+
+from infinilora.coordinator.hints import Hint
+from infinilora.coordinator.placement import Table
+from infinilora.coordinator.prefetch import SLOTS, Calendar, Room, prefetch
+from infinilora.protocol.ids import Digest, digest_of
+
+A, B, C = sorted(digest_of(name.encode()) for name in "abc")
+DAY_S = 86_400.0
+SLOT_S = DAY_S / SLOTS
+ROOMY = {"g1": Room(1000, 1000), "g2": Room(1000, 1000)}
+SIZES = {A: 100, B: 200, C: 300}
+
+
+def stage(group: str, digest: Digest) -> Hint:
+    return Hint("stage", group, digest)
+
+
+def test_what_came_at_this_time_yesterday_is_expected_again() -> None:
+    calendar = Calendar(DAY_S)
+    calendar.note({A: 9}, 10 * SLOT_S)
+    calendar.note({A: 9, B: 18}, 10.5 * SLOT_S)
+    calendar.note({C: 1}, 11 * SLOT_S)
+    tomorrow = DAY_S + 9.9 * SLOT_S
+    assert calendar.expected(tomorrow, 0.2 * SLOT_S) == {A: pytest.approx(18 / SLOT_S), B: pytest.approx(18 / SLOT_S)}
+    assert calendar.expected(tomorrow, 0.0) == {}
+
+
+def test_a_quiet_day_is_remembered_as_quiet() -> None:
+    calendar = Calendar(DAY_S)
+    calendar.note({A: 9}, 10 * SLOT_S)
+    calendar.note({}, 11 * SLOT_S)
+    calendar.note({}, 2 * DAY_S + 20 * SLOT_S)
+    assert calendar.expected(2 * DAY_S + 20 * SLOT_S, DAY_S - 10 * SLOT_S) == {}
+
+
+def test_the_busiest_is_staged_first_where_it_is_planned() -> None:
+    expected: dict[Digest, float] = {A: 1.0, B: 2.0, C: 3.0}
+    table: Table = {"g1": (A,), "g2": (A, B)}
+    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 1e9) == [stage("g2", B), stage("g1", A)]
+
+
+@pytest.mark.parametrize("resident", [{"g1": {A}}, {"other": {A}}])
+def test_what_is_somewhere_is_not_fetched_again(resident: dict[str, set[Digest]]) -> None:
+    assert not prefetch({A: 1.0}, {"g1": (A,)}, resident, ROOMY, SIZES, (), 1e9)
+
+
+def test_what_is_being_staged_is_not_asked_for_again() -> None:
+    assert not prefetch({A: 1.0}, {"g1": (A,)}, {}, ROOMY, SIZES, [("g2", A)], 1e9)
+
+
+def test_nobody_leaves_for_it() -> None:
+    """A tenth of the pool stays free."""
+    rooms = {"g1": Room(399, 1000)}
+    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, rooms, SIZES, (), 1e9)
+    assert prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(400, 1000)}, SIZES, (), 1e9)
+    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(499, 1000)}, SIZES, [("g1", A)], 1e9)
+
+
+def test_bandwidth_bounds_what_is_under_way() -> None:
+    expected: dict[Digest, float] = {A: 3.0, B: 2.0, C: 1.0}
+    table: Table = {"g1": (A, B, C)}
+    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 150.0) == [stage("g1", A), stage("g1", B)]
+    assert not prefetch(expected, table, {}, ROOMY, SIZES, (), 0.0)

@@ -1,0 +1,94 @@
+"""Attainment, budgets and alerts, by table."""
+
+import pytest
+
+from infinilora.coordinator.slo import MIN_REQUESTS, Alarms, Attainment, Judged, Objective, Subject, Window, judge
+from infinilora.protocol.ids import Fingerprint, SloClass, digest_of
+from infinilora.protocol.traffic import Tally
+
+BASE, OTHER = Fingerprint(digest_of(b"base")), Fingerprint(digest_of(b"other"))
+A = digest_of(b"a")
+OBJECTIVE = Objective(ttft_s={"interactive": 0.25, "standard": 2.0}, tpot_s=0.1, target=0.9)
+FIRST = Subject(BASE, "interactive", None, "ttft")
+
+
+def tally(slo_class: SloClass, good: int, bad: int) -> Tally:
+    made = Tally(BASE, slo_class)
+    for seconds, count in ((0.05, good), (5.0, bad)):
+        for _ in range(count):
+            made.ttft.add(seconds)
+    return made
+
+
+def judged(long: float, short: float, requests: int = 100) -> Judged:
+    return Judged(FIRST, Attainment(1000, 0.0, long), Attainment(requests, 0.0, short))
+
+
+def test_what_is_missed_burns_the_budget_that_the_target_leaves() -> None:
+    window = Window(3)
+    window.add([tally("interactive", 8, 2)])
+    found = {one.subject: one for one in judge(window, 1, OBJECTIVE)}
+    assert found[FIRST].long.requests == 10
+    assert found[FIRST].long.share == pytest.approx(0.8)
+    assert found[FIRST].long.burn_rate == pytest.approx(2.0)
+
+
+def test_a_class_without_an_objective_is_not_judged() -> None:
+    window = Window(3)
+    window.add([tally("batch", 0, 9)])
+    assert not list(judge(window, 1, OBJECTIVE))
+
+
+def test_what_is_older_than_the_window_is_forgotten() -> None:
+    window = Window(2)
+    window.add([tally("standard", 0, 5)])
+    window.turn()
+    window.add([tally("standard", 5, 0)])
+    (one,) = [one for one in judge(window, 1, OBJECTIVE) if one.subject.metric == "ttft"]
+    assert (one.long.share, one.short.share) == (0.5, 1.0)
+    window.turn()
+    (one,) = [one for one in judge(window, 1, OBJECTIVE) if one.subject.metric == "ttft"]
+    assert (one.long.share, one.short.requests) == (1.0, 0)
+    window.turn()
+    assert not list(judge(window, 1, OBJECTIVE))
+
+
+@pytest.mark.parametrize(
+    ("one", "begins"),
+    [
+        (judged(2.0, 2.0), True),
+        (judged(1.9, 9.0), False),  # a hiccup
+        (judged(9.0, 1.9), False),  # over already
+        (judged(9.0, 9.0, requests=MIN_REQUESTS - 1), False),  # too few to say
+    ],
+)
+def test_an_alert_begins_when_both_windows_burn(one: Judged, *, begins: bool) -> None:
+    assert bool(Alarms().look([one])) == begins
+
+
+def test_an_alert_lasts_until_the_short_window_keeps_the_budget() -> None:
+    alarms = Alarms()
+    looks = (judged(3, 3), judged(3, 1.5), judged(3, 3), judged(3, 1.0), judged(3, 1.0))
+    said = [[begins for _, begins in alarms.look([one])] for one in looks]
+    assert said == [[True], [], [], [False], []]
+
+
+def test_an_alert_of_what_is_not_asked_for_any_more_ends() -> None:
+    alarms = Alarms()
+    alarms.look([judged(3, 3)])
+    assert [begins for _, begins in alarms.look([])] == [False]
+    assert not alarms.firing
+
+
+def test_first_tokens_of_a_whole_class_call_for_engines_and_nothing_else_does() -> None:
+    alarms = Alarms()
+    alarms.look(
+        [
+            judged(3, 3)._replace(subject=FIRST._replace(digest=A)),
+            judged(3, 3)._replace(subject=FIRST._replace(metric="tpot")),
+        ]
+    )
+    assert not alarms.misses_first_tokens(BASE)
+    alarms.look([judged(3, 3)])
+    assert alarms.misses_first_tokens(BASE)
+    assert not alarms.misses_first_tokens(OTHER)

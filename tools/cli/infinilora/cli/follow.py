@@ -1,0 +1,47 @@
+"""Follows the coordinator's desired counts on this machine: the back-end `local` of scaling.
+
+Level-triggered: what should be is read again and again, so nothing that is missed has to be remembered. While the
+coordinator does not answer, all stays as it is.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from infinilora.cli.stack import Stack
+from infinilora.protocol.errors import InfiniLoraError
+from infinilora.protocol.scale import Desired
+
+EVERY_S = 1.0
+TIMEOUT_S = 2.0
+
+
+class _Shown(msgspec.Struct):
+    desired: tuple[Desired, ...] = ()
+
+
+async def follow(stack: Stack, on_event: Callable[[str, str], None], *, every_s: float = EVERY_S) -> None:
+    """Have the stack run as many engines and groups as there should be. Runs for ever."""
+    while True:
+        await asyncio.sleep(every_s)
+        desired = await read(stack)
+        if desired is None:
+            continue
+        try:
+            await stack.set_engines(desired.engines)
+            await stack.set_groups(desired.groups)
+        except (InfiniLoraError, OSError) as error:  # no port, no process: what runs goes on, and it is tried again
+            on_event("scaling", str(error))
+
+
+async def read(stack: Stack) -> Desired | None:
+    """What should be of the base that is served here; None while nobody says."""
+    try:
+        async with httpx.AsyncClient(base_url=stack.coordinator_url, timeout=TIMEOUT_S, trust_env=False) as http:
+            answer = await http.get("/v1/scale")
+        shown = msgspec.json.decode(answer.content, type=_Shown) if answer.is_success else _Shown()
+    except (httpx.HTTPError, msgspec.MsgspecError):
+        return None
+    return next((one for one in shown.desired if one.model == stack.served_name), None)
