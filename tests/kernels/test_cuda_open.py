@@ -18,11 +18,14 @@ def _settings(directory: Path, **more: object) -> LinkSettings:
     return LinkSettings(directory=None, num_buffers=2, buffer_bytes=512, cuda=regions, **more)  # type: ignore[arg-type]
 
 
-def test_an_engine_on_another_host_gets_tcp(tmp_path: Path) -> None:
+def test_an_engine_on_another_host_gets_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     near, far = Offers(_settings(tmp_path)).wire, Offers(_settings(tmp_path)).wire
     far[0]["boot"] = "of another host"
     opener = Opener(_settings(tmp_path))
     assert [opener.choose(offers).chosen["backend"] for offers in (near, far)] == ["cuda", "tcp"]
+    reasons = [getattr(record, "reason", "") for record in caplog.records]
+    assert reasons == ["no cuda link: the engine runs on another host"]
     opener.close()
 
 

@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import resource
 import socket
@@ -9,7 +10,7 @@ import torch
 from infinilora.link import tcp
 from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.listener import TcpListener
-from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach
+from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach, fabric_of
 from infinilora.protocol.errors import InvalidRequest
 from support.links import Answering, random_rows, rule
 from support.waiting import eventually
@@ -179,3 +180,29 @@ def test_files_that_a_kill_left_behind_are_swept_and_young_ones_are_not(tmp_path
         os.utime(path, (1.0, 1.0))
     Opener(_settings(tmp_path))
     assert sorted(tmp_path.iterdir()) == sorted([young, other])
+
+
+def test_rdma_is_offered_where_it_is_asked_for_and_its_library_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cpu")
+    assert fabric_of(("shm", "tcp"), device) is None
+    assert not caplog.records
+    has_library = importlib.util.find_spec("nixl") is not None
+    assert (fabric_of(("rdma", "tcp"), device) is not None) == has_library
+    reasons = [getattr(record, "reason", "") for record in caplog.records]
+    assert has_library or ["package nixl cannot be used" in reason for reason in reasons] == [True]
+
+
+def test_why_an_offer_was_not_taken_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    opener = Opener(_settings(tmp_path))
+    lost = {"backend": "shm", "nonce": "nonce-" + "0" * 32, "sha256": "0"}
+    far = [{"backend": "cuda", "boot": "of another host"}, lost, {"backend": "rdma"}, {"backend": "new"}]
+    assert opener.choose([*far, {"backend": "tcp"}]).chosen["backend"] == "tcp"
+    said = {vars(record)["backend"]: vars(record)["reason"] for record in caplog.records}
+    assert said == {
+        "cuda": "no cuda link: this process lends no device memory, or binds no address for its headers",
+        "shm": "no shm link: the engine's nonce is not in a directory of this process",
+        "rdma": "no rdma link: this process has no fabric",
+        "new": "this server knows no link 'new'",
+    }
+    opener.close()

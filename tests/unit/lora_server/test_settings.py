@@ -85,3 +85,8 @@ def test_what_is_no_shard_of_its_shape_or_no_speed_is_refused_by_name(
     with pytest.raises(SystemExit):
         read(Settings)
     assert f"INFINILORA_{name}" in capsys.readouterr().err
+
+
+def test_rdma_is_named_beside_the_tcp_that_carries_its_headers(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("INFINILORA_LINK_BACKENDS", "shm, rdma,tcp")
+    assert read(Settings).link_backends == ("shm", "rdma", "tcp")

@@ -14,12 +14,14 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from infinilora.link import shm, tcp
 from infinilora.link.ends import NARROW_LIMIT_BYTES, EngineEnd, ServerEnd
@@ -131,29 +133,36 @@ class Opener:
     def choose(self, offers: Sequence[Mapping[str, str]]) -> Opening:
         """Prepare the first offer that works here; InvalidRequest when none does."""
         for offer in offers:
-            if offer.get("backend") == "cuda" and (opening := self._open_cuda(offer)):
-                return opening
-            if offer.get("backend") == "shm" and self._is_shared(offer):
-                try:
-                    return self._open_shm()
-                except Unavailable as error:
-                    logger.warning("shm link not possible, trying the next offer", extra={"reason": error.message})
-            elif offer.get("backend") in ("tcp", "rdma") and (opening := self._open_socket(offer)):
-                return opening
+            try:
+                return self._open(offer)
+            except Unavailable as error:
+                extra = {"backend": offer.get("backend"), "reason": error.message}
+                logger.info("link not possible, trying the next offer", extra=extra)
         raise InvalidRequest(
             f"none of the offered links {[offer.get('backend') for offer in offers]} works here: shm needs a directory "
             "that both processes mount, tcp an address to bind, cuda a GPU on the engine's host, rdma a fabric"
         )
 
-    def _open_cuda(self, offer: Mapping[str, str]) -> Opening | None:
-        """None where this process lends no device memory, or the engine is on another host."""
+    def _open(self, offer: Mapping[str, str]) -> Opening:
+        """Unavailable, with the reason, where this offer does not work here."""
+        match offer.get("backend"):
+            case "cuda":
+                return self._open_cuda(offer)
+            case "shm":
+                return self._open_shm(offer)
+            case "tcp" | "rdma":
+                return self._open_socket(offer)
+            case other:
+                raise Unavailable(f"this server knows no link {str(other)[:40]!r}")
+
+    def _open_cuda(self, offer: Mapping[str, str]) -> Opening:
         regions, host = self._settings.cuda, self._settings.tcp_host
         if regions is None or host is None:
-            return None
+            raise Unavailable("no cuda link: this process lends no device memory, or binds no address for its headers")
         from infinilora.link import cuda, cuda_open
 
         if not cuda_open.is_near(offer):
-            return None
+            raise Unavailable("no cuda link: the engine runs on another host")
         shape = cuda.Shape(num_buffers=self._settings.num_buffers, buffer_bytes=self._settings.buffer_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
         prepared = cuda_open.Prepared.of(regions, shape, self._listening(host), secret, offer)
@@ -175,8 +184,10 @@ class Opener:
             return False
         return hmac.compare_digest(hashlib.sha256(proof).hexdigest(), offer.get("sha256", ""))
 
-    def _open_shm(self) -> Opening:
+    def _open_shm(self, offer: Mapping[str, str]) -> Opening:
         settings = self._settings
+        if not self._is_shared(offer):
+            raise Unavailable("no shm link: the engine's nonce is not in a directory of this process")
         assert settings.directory is not None  # noqa: S101 - _is_shared saw it
         secret = secrets.token_bytes(SECRET_BYTES)
         name = f"ring-{secrets.token_hex(16)}"
@@ -190,12 +201,14 @@ class Opener:
             ring.unlink,
         )
 
-    def _open_socket(self, offer: Mapping[str, str]) -> Opening | None:
-        """`tcp`, or `rdma`, whose headers go over a socket too; None where this process does not have it."""
+    def _open_socket(self, offer: Mapping[str, str]) -> Opening:
+        """`tcp`, or `rdma`, whose headers go over a socket too."""
         settings, backend = self._settings, offer["backend"]
         host, fabric = settings.tcp_host, settings.rdma
-        if host is None or (backend == "rdma" and fabric is None):
-            return None
+        if host is None:
+            raise Unavailable(f"no {backend} link: this process binds no address for it")
+        if backend == "rdma" and fabric is None:
+            raise Unavailable("no rdma link: this process has no fabric")
         listener = self._listening(host)
         secret = secrets.token_bytes(SECRET_BYTES)
         listener.expect(secret)
@@ -260,6 +273,19 @@ def _attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, ti
             raise InvalidRequest(
                 f"the LoRA server chose the link {other!r}; wanted one that was offered of shm, tcp, cuda, rdma"
             )
+
+
+def fabric_of(backends: Collection[str], device: torch.device) -> "Fabric | None":
+    """What a process lends to rdma links where its back-ends name them; None, and why in the log, without a library."""
+    if "rdma" not in backends:
+        return None
+    from infinilora.link import rdma_nixl
+
+    try:
+        return rdma_nixl.nixl_fabric(device)
+    except Unavailable as error:
+        logger.warning("rdma links are not offered", extra={"reason": error.message})
+        return None
 
 
 def _reachable(host: str) -> str:

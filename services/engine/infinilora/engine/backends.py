@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import torch
+
 from infinilora.engine.assemble import LoadedModel
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity
@@ -19,7 +21,7 @@ from infinilora.engine.lora.none import NoLora
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.settings import Settings
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.open import LinkSettings
+from infinilora.link.open import LinkSettings, fabric_of
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol.control import GroupLoad
@@ -170,6 +172,7 @@ def _link_settings(settings: Settings) -> LinkSettings:
         buffer_bytes=settings.link_buffer_bytes,
         narrowing=settings.link_narrowing,
         narrow_limit_bytes=settings.link_narrow_limit_bytes,
+        rdma=fabric_of(settings.link_backends, torch.device(settings.device)),
     )
 
 

@@ -63,7 +63,8 @@ class Settings(Common):
     cache_bytes: int = Field(default=4 << 30, ge=0)
     """Of the whole directory, whoever wrote them. 0: no cache."""
 
-    link_backends: Annotated[tuple[Literal["shm", "tcp"], ...], NoDecode] = ("shm", "tcp")
+    link_backends: Annotated[tuple[Literal["shm", "rdma", "tcp"], ...], NoDecode] = ("shm", "tcp")
+    """Which links engines may open. `rdma` needs `tcp` beside it and the package nixl, and is untested on hardware."""
     link_dir: Path | None = None
     """A directory (tmpfs) that engines of this host see too; None: no `shm`."""
     link_host: str = "127.0.0.1"
@@ -76,6 +77,13 @@ class Settings(Common):
     @classmethod
     def _comma_list(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("link_backends")
+    @classmethod
+    def _has_headers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "rdma" in value and "tcp" not in value:
+            raise ValueError("rdma needs tcp beside it: its headers go over a socket")
+        return value
 
     @field_validator("shape")
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinilora.link.open import LinkSettings, Opener
+from infinilora.link.open import LinkSettings, Opener, fabric_of
 from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.follower import Following, ToHead
@@ -213,6 +213,7 @@ def _link_settings(settings: Settings) -> LinkSettings:
         tcp_port=settings.link_port,
         num_buffers=settings.link_buffers,
         buffer_bytes=settings.link_buffer_bytes,
+        rdma=fabric_of(settings.link_backends, torch.device(settings.device)),
     )
 
 
