@@ -141,7 +141,7 @@ def test_an_operator_needs_no_more_than_its_directory(ups: Ups, tmp_path: Path) 
     """And the shape that it picks by itself serves; on two cores there is room for one process."""
     base, var_dir = make_base("L", tmp_path / "tiny"), tmp_path / "var"
     adapter = Files(config(), keyed(Oracle(base).loras(modules("q_proj"), seed=1))).write(tmp_path / "adapter")
-    up = ups(var_dir, base, "--lora-shape", "auto", "--threads", "2")
+    up = ups(var_dir, base, "--lora-shape", "auto", "--threads", "2", "--max-engines", "2")
     url = up.url()
     assert "shape 1x1 of at most 1 shards" in up.said
     assert "measured by" in (var_dir / "constants.json").read_text()
@@ -159,16 +159,21 @@ def test_an_operator_needs_no_more_than_its_directory(ups: Ups, tmp_path: Path) 
         assert "coordinator-0 leads, epoch 1; frozen by local at" in shown
         assert ": a test" in shown
     infinilora("unfreeze")
+
+    def wait_for(row: str) -> None:
+        deadline = time.monotonic() + 60
+        while row not in (shown := re.sub(" +", " ", infinilora("status"))):
+            assert time.monotonic() < deadline, shown
+
     infinilora("drain", "engine-0")
-    deadline = time.monotonic() + 20
-    while "engine-0 draining" not in re.sub(" +", " ", infinilora("status")):
-        assert time.monotonic() < deadline
+    wait_for("engine-0 draining")
     infinilora("undrain", "engine-0")
-    deadline = time.monotonic() + 20
-    while "engine-0 ready" not in re.sub(" +", " ", infinilora("status")):
-        assert time.monotonic() < deadline
+    wait_for("engine-0 ready")
+    assert "engines of tiny: 2" in infinilora("scale", "engines", "2")
+    wait_for("engine-1 ready")
+    assert "engines of tiny: auto" in infinilora("scale", "engines", "auto")
     assert len(complete(url)) == 4
-    assert len(json.loads(infinilora("audit", "--json"))) == 6
+    assert len(json.loads(infinilora("audit", "--json"))) == 8
     assert up.end(signal.SIGTERM) == 0, up.said
 
 

@@ -21,6 +21,7 @@ from infinilora.protocol.admin import (
     Frozen,
     PinAdapter,
     Rebalance,
+    Scale,
 )
 from infinilora.protocol.control import AdapterEvent, Beat, Drain, EngineLoad, Evict, Pin, Stage
 from infinilora.protocol.errors import AdapterNotFound, Conflict, InfiniLoraError, InvalidRequest, Unavailable
@@ -34,12 +35,14 @@ class Desk:
     def __init__(self, world: World, *, kept: int = 100) -> None:
         self.world = world
         self.audit = Audit(world.store, kept=kept)
+        self.models = {"tiny"}
         self.admin = Admin(
             store=world.store,
             bus=world.bus,
             leadership=world.leadership,
             reconciler=world.reconciler,
             audit=self.audit,
+            models=lambda: self.models,
         )
 
     async def do(self, act: Act, reason: str = "") -> Any:
@@ -211,6 +214,10 @@ async def test_a_fresh_plan_moves_what_a_usual_one_leaves_and_the_next_round_tak
         (EvictAdapter("one", group="g9"), InvalidRequest, "found g1, g2"),
         (DrainMember("g9"), InvalidRequest, "groups: g1, g2; engines: none"),
         (DrainMember("g1", draining=False), InvalidRequest, "was not told to drain"),
+        (Scale("shards", 1), InvalidRequest, "wanted one of engines, groups"),
+        (Scale("engines", -1), InvalidRequest, "wanted 0 to 1000"),
+        (Scale("engines", 1001), InvalidRequest, "wanted 0 to 1000"),
+        (Scale("engines", 1, model="other"), InvalidRequest, "found tiny"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_and_leaves_no_trace(
@@ -223,17 +230,45 @@ async def test_what_cannot_be_done_is_refused_and_leaves_no_trace(
         assert desk.world.commands == []
 
 
+async def test_counts_by_hand_are_kept_beside_each_other_until_they_are_given_up() -> None:
+    async with a_desk() as desk:
+
+        async def counts() -> dict[str, int] | None:
+            found = await desk.world.store.get(keys.SCALE, dict[str, int])
+            return found.value if found else None
+
+        done = await desk.do(Scale("engines", 3))
+        assert (done["tier"], done["model"], done["count"], done["changed"]) == ("engines", "tiny", 3, True)
+        assert not (await desk.do(Scale("engines", 3, model="tiny")))["changed"]
+        desk.models = {"tiny", "large"}
+        await desk.do(Scale("groups", 0, model="large"))
+        assert await counts() == {"engines:tiny": 3, "groups:large": 0}
+        with pytest.raises(InvalidRequest, match="found large, tiny"):
+            await desk.do(Scale("engines", 1))
+        await desk.do(Scale("engines", None, model="tiny"))
+        assert await counts() == {"groups:large": 0}
+        assert len(await desk.acts()) == 4
+
+
 async def test_a_deposed_leader_changes_nothing_and_notes_nothing() -> None:
     async with a_desk() as desk:
         world = desk.world
         await world.store.release_lease(keys.LEADER, "c1/a", 1)
         await Leadership(world.store, "c2/b", lease_s=30).step()
-        for act in (PinAdapter("one"), DrainMember("g1"), Freeze(), EvictAdapter("one"), Rebalance()):
+        for act in (
+            PinAdapter("one"),
+            DrainMember("g1"),
+            Freeze(),
+            EvictAdapter("one"),
+            Rebalance(),
+            Scale("engines", 2),
+        ):
             with pytest.raises(Unavailable, match="another coordinator leads"):
                 await desk.do(act)
         assert not (await desk.record("one")).pinned
         assert await world.store.get(keys.FREEZE, Frozen) is None
         assert await world.store.get(keys.DRAINS, list[str]) is None
+        assert await world.store.get(keys.SCALE, dict[str, int]) is None
         assert world.commands == []
         assert await desk.acts() == []
 
@@ -243,7 +278,12 @@ async def test_a_standby_has_the_leader_do_it_and_says_so_when_nobody_leads() ->
         world = desk.world
         standby = Leadership(world.store, "c2/b", lease_s=30)
         other = Admin(
-            store=world.store, bus=world.bus, leadership=standby, reconciler=world.reconciler, audit=desk.audit
+            store=world.store,
+            bus=world.bus,
+            leadership=standby,
+            reconciler=world.reconciler,
+            audit=desk.audit,
+            models=set,
         )
         request = AdminRequest(act=Freeze(), who="bob")
         with pytest.raises(Unavailable, match="no coordinator leads"):

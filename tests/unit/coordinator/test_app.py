@@ -128,7 +128,7 @@ async def test_without_keys_the_admin_api_is_off() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("fly", "{}", 400, "wanted one of drain, evict, freeze, pin, rebalance"),
+        ("fly", "{}", 400, "wanted one of drain, evict, freeze, pin, rebalance, scale"),
         ("pin", "{}", 400, "adapter"),
         ("pin", '{"adapter": 5}', 400, "adapter"),
         ("pin", '{"adapter": "a", "pined": true}', 400, "pined"),

@@ -26,6 +26,7 @@ SPEEDS = Speeds(
     peers=8,
 )
 ALONE = Traffic(engines=1, rows=4.0, distinct_bytes=30_000.0, row_bytes=7_500.0)
+FOUR = replace(ALONE, engines=4)
 MANY = replace(ALONE, engines=8)
 ROOM = Room(max_shards=8, shard_bytes=1 << 30, shared=False)
 
@@ -40,6 +41,14 @@ ROOM = Room(max_shards=8, shard_bytes=1 << 30, shared=False)
         ("as many peers as a stage may have", MOE, ALONE, replace(SPEEDS, peers=2), ROOM, Shape(2, 1)),
         ("room for two", MOE, ALONE, SPEEDS, replace(ROOM, max_shards=2), Shape(2, 1)),
         ("room for three, and four experts", MOE, ALONE, SPEEDS, replace(ROOM, max_shards=3), Shape(2, 1)),
+        (
+            "stages and columns, and no more than there is room for",
+            MOE,
+            FOUR,
+            SPEEDS,
+            replace(ROOM, max_shards=4),
+            Shape(2, 2),
+        ),
         ("room for one", MOE, MANY, SPEEDS, replace(ROOM, max_shards=1), Shape(1, 1)),
         ("one memory, however many read it", MOE, ALONE, SPEEDS, replace(ROOM, shared=True), Shape(1, 1)),
         ("bytes for half of a pool on a shard", DENSE, ALONE, SPEEDS, replace(ROOM, shard_bytes=500), Shape(1, 2)),

@@ -41,7 +41,16 @@ class Rebalance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="re
     fresh: bool = False
 
 
-Act = PinAdapter | EvictAdapter | DrainMember | Freeze | Rebalance
+class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale", tag_field="act"):
+    """Have so many engines or groups of a base, whatever its traffic. `count` None: as many as the traffic takes."""
+
+    tier: str
+    count: int | None = None
+    model: str = ""
+    """The base's served name; empty where there is only one."""
+
+
+Act = PinAdapter | EvictAdapter | DrainMember | Freeze | Rebalance | Scale
 
 
 class AdminRequest(msgspec.Struct, frozen=True, kw_only=True):

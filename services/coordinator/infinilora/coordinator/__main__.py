@@ -2,7 +2,7 @@
 
 import logging
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry
 
@@ -65,7 +65,14 @@ async def serve(service: Service, settings: Settings) -> None:
             scale=ahead.show,
         )
         audit = Audit(store)
-        admin = Admin(store=store, bus=bus, leadership=leadership, reconciler=reconciler, audit=audit)
+        admin = Admin(
+            store=store,
+            bus=bus,
+            leadership=leadership,
+            reconciler=reconciler,
+            audit=audit,
+            models=lambda: _models(reconciler, ahead.show()["desired"]),
+        )
         await bus.serve(subjects.admin(settings.coordinator_id), AdminRequest, admin.obey)
         operators = Bearers(parse_keys(settings.admin_keys.get_secret_value(), "operator"))
         add_admin(app, operators=operators, do=admin.do, read_audit=audit.read)
@@ -97,6 +104,12 @@ async def _become_ready(service: Service, bus: NatsBus, reconciler: Reconciler) 
 def _away(bus: NatsBus, reconciler: Reconciler) -> list[str]:
     answers = (("nats", bus.is_connected), ("redis", reconciler.store_answers))
     return [name for name, is_there in answers if not is_there]
+
+
+def _models(reconciler: Reconciler, desired: list[dict[str, Any]]) -> set[str]:
+    """Served names of the bases that have engines, or had them and are scaled to nothing."""
+    named = {member.beat.model for member in reconciler.engines().values()} | {one["model"] for one in desired}
+    return named - {""}
 
 
 def _policy(settings: Settings) -> Policy:

@@ -5,6 +5,7 @@ is noted before it is ordered.
 """
 
 import asyncio
+from collections.abc import Callable, Set
 from typing import Any, assert_never
 
 import msgspec
@@ -24,14 +25,18 @@ from infinilora.protocol.admin import (
     Frozen,
     PinAdapter,
     Rebalance,
+    Scale,
 )
 from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad
 from infinilora.protocol.errors import AdapterNotFound, Conflict, InvalidRequest, Unavailable
 from infinilora.protocol.ids import DEFAULT_TENANT, Digest, check_name, parse_digest
+from infinilora.protocol.scale import by_hand, check_tier
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.membership import Member
 from infinilora.runtime.store import Change, Stamp, Store, Value
 
+MAX_COUNT = 1000
+"""Of engines or groups of one base, by hand: more is a slip of the hand."""
 ACT_S = 30.0
 """For the leader's answer to another coordinator: a plan of a large fleet takes seconds."""
 
@@ -40,13 +45,22 @@ class Admin:
     """Takes acts whose caller is known. Raises one of our errors for what cannot be done, and has done nothing then."""
 
     def __init__(
-        self, *, store: Store, bus: Bus, leadership: Leadership, reconciler: Reconciler, audit: Audit
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        store: Store,
+        bus: Bus,
+        leadership: Leadership,
+        reconciler: Reconciler,
+        audit: Audit,
+        models: Callable[[], Set[str]],
+    ) -> None:
+        """`models`: the served names of the bases that are here, or are scaled to nothing."""
         self._store = store
         self._bus = bus
         self._leadership = leadership
         self._reconciler = reconciler
         self._audit = audit
+        self._models = models
 
     async def do(self, request: AdminRequest) -> AdminReply:
         """Here if this process leads, else where the leader is."""
@@ -73,6 +87,8 @@ class Admin:
                 result = await self._freeze(act, request, epoch)
             case Rebalance() as act:
                 result = await self._rebalance(act, request, epoch)
+            case Scale() as act:
+                result = await self._scale(act, request, epoch)
             case _:
                 assert_never(request.act)
         self._reconciler.look_again()
@@ -147,6 +163,21 @@ class Admin:
             self._reconciler.look_again(afresh=act.fresh)
         names = self._reconciler.registry.names()
         return {"bases": [_shown(base, changes, names) for base, changes in found.items()]}
+
+    async def _scale(self, act: Scale, request: AdminRequest, epoch: int) -> dict[str, Any]:
+        tier, known = check_tier(act.tier), self._models()
+        model = act.model or (min(known) if len(known) == 1 else "")
+        if model not in known:
+            raise InvalidRequest(f"no base model {act.model!r} is known here; found {_names(known)}", param="model")
+        if act.count is not None and not 0 <= act.count <= MAX_COUNT:
+            raise InvalidRequest(f"count is {act.count}; wanted 0 to {MAX_COUNT}, or none", param="count")
+        found = await self._store.get(keys.SCALE, dict[str, int])
+        before, name = (found.value if found else {}), by_hand(tier, model)
+        after = {key: count for key, count in before.items() if key != name}
+        if act.count is not None:
+            after[name] = act.count
+        await self._audit.write(request, epoch, [Change(keys.SCALE, found.raw if found else None, after)])
+        return {"tier": tier, "model": model, "count": act.count, "changed": after != before}
 
     async def _record(self, name: str) -> Value[AdapterRecord]:
         """Of `name` or `tenant/name`."""

@@ -12,9 +12,10 @@ from infinilora.cli.api import Json
 from infinilora.cli.find import operator
 from infinilora.cli.options import AdminKey, AsJson, Coordinator, VarDir
 from infinilora.cli.terminal import REFUSED, errors, in_bytes, out, show_table
+from infinilora.protocol.errors import InvalidRequest
 
 VAR = Path(".var")
-TAKEN = "taken"
+AUTO, TAKEN = "auto", "taken"
 SHOWN = 50
 """Moves in a table; --json has more."""
 
@@ -22,6 +23,9 @@ Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME or TENANT/
 Evicted = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME, TENANT/NAME, or sha256:...")]
 MemberName = Annotated[str, typer.Argument(metavar="MEMBER", help="A group of LoRA servers, or an engine.")]
 Group = Annotated[str, typer.Option("--group", help="Of this group alone.")]
+Tier = Annotated[str, typer.Argument(metavar="engines|groups", help="Of what.")]
+Count = Annotated[str, typer.Argument(metavar="N|auto", help="So many; auto: by traffic.")]
+Model = Annotated[str, typer.Option("--model", help="The base's served name, where there are several.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; it stays in the audit.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, and why.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Plan as if nothing were anywhere, whatever it moves.")]
@@ -159,6 +163,25 @@ def rebalance(
         out.print("no LoRA server is there: nothing to plan")
 
 
+def scale(
+    tier: Tier,
+    count: Count,
+    *,
+    model: Model = "",
+    reason: Reason = "",
+    coordinator: Coordinator = "",
+    admin_key: AdminKey = "",
+    var_dir: VarDir = VAR,
+) -> None:
+    """Have so many engines or groups, whatever the traffic; `auto`: as many as it takes. /v1/scale shows what is so."""
+    with errors():
+        if count != AUTO and not (count.isascii() and count.isdigit()):
+            raise InvalidRequest(f"count is {count!r}; wanted a whole number, or {AUTO}", param="count")
+    number = None if count == AUTO else int(count)
+    done = Desk(coordinator, admin_key, var_dir).act("scale", reason, tier=tier, count=number, model=model)
+    out.print(f"{tier} of {done['model']}: {count}{'' if done['changed'] else ', as before'}", markup=False)
+
+
 def audit(
     *,
     limit: Limit = 20,
@@ -202,4 +225,4 @@ def _say_pinned(done: Json, what: str) -> None:
     )
 
 
-COMMANDS = (pin, unpin, evict, drain, undrain, freeze, unfreeze, rebalance, audit)
+COMMANDS = (pin, unpin, evict, drain, undrain, freeze, unfreeze, rebalance, scale, audit)
