@@ -1,5 +1,6 @@
 """How models are named and listed, and who may see what."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,24 @@ async def test_the_list_holds_exactly_what_answers(tmp_path: Path) -> None:
             "state": "registered",
         }
         assert error_of(await house.http.get("/v1/models/nope"))["code"] == "adapter_not_found"
+
+
+async def test_a_model_whose_engines_are_away_is_neither_listed_nor_unknown(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        await house.seed("a1")
+        away = house.engines[:]
+        house.engines.clear()  # nobody's heart beats
+        async with asyncio.timeout(20):
+            while (await house.http.get("/v1/models")).json()["data"]:
+                await asyncio.sleep(0.05)
+        for name in ("tiny", "base:tiny", "a1", "a1@v1"):
+            answer = await house.http.get(f"/v1/models/{name}")
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "unavailable"), name
+            assert int(answer.headers["retry-after"]) > 0
+        house.engines.extend(away)
+        async with asyncio.timeout(20):
+            while (await house.http.get("/v1/models/a1")).status_code != 200:
+                await asyncio.sleep(0.05)
 
 
 async def test_tenants_see_and_use_only_their_own(tmp_path: Path) -> None:

@@ -336,6 +336,31 @@ async def test_without_keys_any_tenant_may_be_named_and_with_keys_only_ones_own(
         assert (await house.http.get("/v1/adapters?tenant=blue", headers=red)).status_code == 403
 
 
+async def test_a_tenant_in_the_query_counts_for_every_way_to_register(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        source = house.adapter_dir("a")
+        files = [("files", (path.name, path.read_bytes())) for path in source.iterdir()]
+        body = {"name": "a", "source": f"file://{source}"}
+        named = await house.http.post("/v1/adapters?tenant=red", json=body)
+        sent = await house.http.post("/v1/adapters?tenant=blue", data={"name": "a"}, files=files)
+        assert (named.json()["tenant"], sent.json()["tenant"]) == ("red", "blue")
+        assert await used(house, "a") == "adapter_not_found"
+        torn = await house.http.post("/v1/adapters?tenant=red", json=body | {"tenant": "blue"})
+        assert (torn.status_code, error_of(torn)["param"]) == (400, "tenant")
+
+
+async def test_what_changes_an_adapter_is_told_an_alias_when_it_is_one(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        await house.seed("a")
+        await post(house, "prod/alias", target="a")
+        for verb in ("rollback", "pin"):
+            answer = await post(house, f"prod/{verb}")
+            assert (answer.status_code, error_of(answer)["code"]) == (409, "conflict")
+            assert "alias of 'a'" in error_of(answer)["message"]
+        version = await post(house, "prod/verify", version=7)
+        assert (version.status_code, error_of(version)["param"]) == (400, "version")
+
+
 def declares(source: Path, base: object) -> Path:
     config = source / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base}))

@@ -63,7 +63,28 @@ async def test_narrowing_makes_another_version_and_shows_what_it_cost(tmp_path: 
         assert (exact["narrowed"], exact["narrow_error"], narrow["narrowed"]) == (None, 0.0, "BF16")
         assert 1e-4 < narrow["narrow_error"] < 2**-6
         assert narrow["bytes"] < exact["bytes"]
-        (file,) = (tmp_path / "store").rglob(f"*{narrow['digest'].removeprefix('sha256:')}*")
+        (file,) = (tmp_path / "store").rglob(f"*{narrow['digest'].removeprefix('sha256:')}*.safetensors")
         with file.open("rb") as packed:
             manifest = read_header(packed).manifest
         assert (manifest.pack_version, manifest.dtype, manifest.narrowed_from) == (2, "BF16", "F32")
+
+
+async def test_a_field_that_no_upload_has_or_that_says_two_things_is_refused(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        archive = tar_of(house.adapter_dir("a1"))
+        files = {"files": ("a.tar", archive)}
+        for fields, said in (
+            ({"name": "a1", "replcae": "true"}, "replcae"),
+            ({"name": "a1", "source": "s3://b/a"}, "source"),
+            ({"name": "a1", "replace": "perhaps"}, "replace"),
+            ({"name": ["a1", "a2"]}, "name"),
+        ):
+            form = await house.http.post("/v1/adapters", data=fields, files=files)
+            query = await house.http.post(
+                "/v1/adapters", params=fields, content=archive, headers={"content-type": "application/x-tar"}
+            )
+            for answer in (form, query):
+                assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_request"), answer.text
+                assert said in error_of(answer)["message"]
+        empty = {"name": "a1", "base": "", "replace": "", "tenant": "", "narrow": ""}  # a browser's form
+        assert (await house.http.post("/v1/adapters", data=empty, files=files)).json()["version"] == 1

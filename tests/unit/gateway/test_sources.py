@@ -171,6 +171,17 @@ def test_too_much_is_refused_before_it_is_read(world: World) -> None:
         "mine/team/a1",
         "team",
         "https://mine/team/a1",
+        "s3://[mine/team/a1",
+        "s3://mine\u2100/team/a1",
+        "s3://key:secret@mine/team/a1",
+        "s3://mine/team/a\t1",
+        " s3://mine/team/a1",
+        "s3://mine//team/a1",
+        "s3://mine/%2Fteam/a1",
+        "s3://mine/team/a1//",
+        "s3://mine/team/%ff",
+        "file://[",
+        "",
     ],
 )
 def test_what_lies_outside_is_not_opened(world: World, source: str) -> None:

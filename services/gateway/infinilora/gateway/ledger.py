@@ -115,7 +115,7 @@ class Ledger:
         """Make an earlier version current: the one of this number, or the one before the present one."""
 
         def edit(record: AdapterRecord) -> AdapterRecord:
-            version = earlier(record) if to is None else numbered(record, to)
+            version = earlier(record) if to is None else numbered(record, to, param="to")
             return msgspec.structs.replace(record, current=version.digest)
 
         return await self._edit(tenant, name, edit)
@@ -185,6 +185,9 @@ class Ledger:
         for _ in range(MAX_RACES):
             found = await self._store.get(keys.adapter(tenant, name), AdapterRecord)
             if found is None or found.value.deleted_at:
+                alias = await self._store.get(keys.alias(tenant, name), AliasRecord)
+                if alias is not None:
+                    raise Conflict(f"'{name}' is an alias of '{alias.value.target}'; name the adapter", param="name")
                 raise AdapterNotFound(f"adapter '{name}' does not exist", param="name")
             wanted = edit(found.value)
             if wanted == found.value:

@@ -1,5 +1,6 @@
 """/v1/adapters over HTTP: reads what a caller sends, and writes an adapter down, always in the same shape."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.pages import read_page
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
-from infinilora.gateway.uploads import Received, UploadLimits, is_upload, received
+from infinilora.gateway.uploads import UploadLimits, is_upload, received
 from infinilora.gateway.versions import current_version, numbered
 from infinilora.protocol.adapter import AliasRecord, VersionRecord
 from infinilora.protocol.errors import FeatureOff, InvalidRequest
@@ -35,6 +36,16 @@ class CreateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: str | None = None
     replace: bool = False
     tenant: str | None = None
+    narrow: str = ""
+
+
+class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/adapters with files: the fields beside them, or the query of an archive. What is empty is not said."""
+
+    name: str = ""
+    base: str = ""
+    replace: bool = False
+    tenant: str = ""
     narrow: str = ""
 
 
@@ -112,9 +123,11 @@ class Management:
         """Register an adapter from a store URI (JSON), from uploaded files or from an archive as the body."""
         if is_upload(request):
             async with received(bounded(request, self._uploads.max_body_bytes), self._uploads.limits) as upload:
-                return await self._create(self._uploaded(upload, caller), caller)
+                form = _read_form(upload.fields)
+                tenant = self._tenant(request, caller, form.tenant)
+                return await self._create(_uploaded(form, tenant, upload.source), caller)
         body = await _read(request, CreateBody)
-        return await self._create(self._named(body, caller), caller)
+        return await self._create(self._named(body, self._tenant(request, caller, body.tenant)), caller)
 
     async def list_all(self, request: Request, caller: Caller) -> Response:
         """A page of the caller's adapters, by name."""
@@ -163,7 +176,7 @@ class Management:
         """Read, hash and test all of a version's packed file as the store has it now."""
         body = await _read(request, VerifyBody)
         found = self._catalog.find(self._tenant(request, caller, body.tenant), _name(request))
-        version = found.version if body.version is None else numbered(found.record, body.version)
+        version = found.version if body.version is None else numbered(found.record, body.version, param="version")
         verified = await while_connected(caller.receive, self._adapters.verify(version.digest))
         return json_response(
             {
@@ -182,7 +195,10 @@ class Management:
 
     def _tenant(self, request: Request, caller: Caller, named: str | None = None) -> str:
         """Whom a request is for: the tenant that it names, in its body or its query, if its caller may."""
-        return self._catalog.check_tenant(caller.tenant, named or request.query_params.get("tenant"))
+        asked = request.query_params.get("tenant")
+        if named and asked and named != asked:
+            raise InvalidRequest("body and query name different tenants; wanted one", param="tenant")
+        return self._catalog.check_tenant(caller.tenant, named or asked)
 
     def _changed(self, outcome: Outcome) -> Response:
         shown = self._show(Found(outcome.record, current_version(outcome.record)))
@@ -191,24 +207,11 @@ class Management:
     async def _create(self, wish: Wish, caller: Caller) -> Response:
         return self._changed(await while_connected(caller.receive, self._adapters.create(wish)))
 
-    def _named(self, body: CreateBody, caller: Caller) -> Wish:
+    def _named(self, body: CreateBody, tenant: str) -> Wish:
         def place(scratch: Path) -> Path:
             return self._sources.fetch(body.source, scratch)
 
-        tenant = self._catalog.check_tenant(caller.tenant, body.tenant)
         return Wish(tenant, body.name, body.base, body.replace, body.source, place, body.narrow)
-
-    def _uploaded(self, upload: Received, caller: Caller) -> Wish:
-        fields = upload.fields
-        return Wish(
-            self._catalog.check_tenant(caller.tenant, fields.get("tenant") or None),
-            fields.get("name", ""),
-            fields.get("base") or None,
-            fields.get("replace", "").lower() in ("1", "true", "yes"),
-            UPLOADED,
-            lambda _scratch: upload.source,
-            fields.get("narrow", ""),
-        )
 
     def _show(self, found: Found) -> dict[str, Any]:
         record = found.record
@@ -226,6 +229,10 @@ class Management:
             **_show_version(found.version),
             "versions": [_show_version(v) for v in record.versions],
         }
+
+
+def _uploaded(form: UploadForm, tenant: str, source: Path) -> Wish:
+    return Wish(tenant, form.name, form.base or None, form.replace, UPLOADED, lambda _scratch: source, form.narrow)
 
 
 def _show_version(version: VersionRecord) -> dict[str, Any]:
@@ -255,3 +262,12 @@ async def _read(request: Request, kind: type[B]) -> B:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not what this route of /v1/adapters takes: {error}") from None
+
+
+def _read_form(fields: Mapping[str, str]) -> UploadForm:
+    """Raises InvalidRequest for a field that an upload does not have, or that says nothing it can mean."""
+    said = {name: text for name, text in fields.items() if text}
+    try:
+        return msgspec.convert(said, UploadForm, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the fields of the upload are not what /v1/adapters takes: {error}") from None

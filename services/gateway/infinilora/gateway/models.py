@@ -5,7 +5,7 @@ from typing import Any
 
 from infinilora.gateway.catalog import BaseEntry, Catalog, Found
 from infinilora.gateway.pages import Page
-from infinilora.protocol.errors import ModelNotFound
+from infinilora.protocol.errors import Unavailable
 
 OWNER = "infinilora"
 CREATED_UNKNOWN = 0
@@ -22,12 +22,12 @@ def list_models(catalog: Catalog, tenant: str, page: Page) -> dict[str, Any]:
 def show_model(catalog: Catalog, tenant: str, name: str) -> dict[str, Any]:
     """One of them, under any of its names. Raises what a request for this model would."""
     target = catalog.resolve(name, tenant)
+    entries = [entry for entry in catalog.served_bases() if entry.base == target.base]
+    if not entries:
+        raise Unavailable(f"no engine of the base model of '{name[:120]}' answers now", retry_after_s=2.0)
     if target.digest is not None:
         return _adapter(catalog, catalog.find(target.tenant, target.name)) | {"id": name, "digest": target.digest}
-    entries = [entry for entry in catalog.served_bases() if entry.base == target.base]
-    if entries:
-        return _base(next((entry for entry in entries if entry.name == name), entries[0])) | {"id": name}
-    raise ModelNotFound(f"base model '{name[:80]}' is not served now", param="model")
+    return _base(next((entry for entry in entries if entry.name == name), entries[0])) | {"id": name}
 
 
 def _base(entry: BaseEntry) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from infinilora.gateway.scratch import disk_errors
 from infinilora.gateway.uploads import UploadLimits
@@ -21,6 +21,9 @@ PICKLE_FILE = "adapter_model.bin"
 """Looked for where there is no safetensors file, and never read: its name alone is what is refused."""
 _INITS = re.compile(rb'"(pissa|olora|corda|lora_ga)', re.IGNORECASE)
 """Words of a config that began with first values. Nothing is understood here: the worker reads the file."""
+_DROPPED = re.compile(r"\A[\0- ]|[\t\r\n]")
+"""What `urlsplit` takes out without a word: the rest would be another address than the caller's."""
+_NO_PARTS = urlsplit("")
 _MAX_CONFIG_BYTES = 8 << 20
 
 
@@ -45,13 +48,13 @@ class Sources:
         Raises InvalidRequest for an address that is not allowed, SourceNotFound if no adapter is there, TooLarge,
         Unavailable if the store does not answer or the files change meanwhile.
         """
-        parts = urlsplit(source)
+        parts = _parts(source)
         match parts.scheme:
             case "file" if parts.path.startswith("/") and not parts.netloc and not parts.query and not parts.fragment:
-                self._link(unquote(parts.path), scratch)
+                self._link(parts.path, scratch)
                 return scratch
             case "s3" if parts.netloc and not parts.query and not parts.fragment:
-                self._copy(parts.netloc, unquote(parts.path).strip("/"), scratch)
+                self._copy(parts.netloc, parts.path.removeprefix("/").removesuffix("/"), scratch)
                 return scratch
         raise InvalidRequest(
             f"source {source[:120]!r} is not supported; wanted file:///directory or s3://bucket/prefix",
@@ -122,6 +125,15 @@ class Sources:
     def _check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_bytes:
             raise TooLarge(f"the adapter's files hold more than {self._limits.max_bytes} bytes", param="source")
+
+
+def _parts(source: str) -> SplitResult:
+    """Of a URI, its path in plain letters; of text that is none, nothing."""
+    try:
+        parts = _NO_PARTS if _DROPPED.search(source) else urlsplit(source)
+        return parts._replace(path=unquote(parts.path, errors="strict"))
+    except ValueError:  # brackets without an address, letters that stand for others, bytes that are no letters
+        return _NO_PARTS
 
 
 class _File(NamedTuple):

@@ -7,7 +7,7 @@ opened here; of other files only those that an adapter has are written, and the 
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -74,15 +74,25 @@ async def _receive(request: Request, scratch: Path, limits: UploadLimits) -> Rec
             await asyncio.to_thread(files.begin, "body.tar")
             async for chunk in request.stream():
                 await asyncio.to_thread(files.write, chunk)
-            return Received(dict(request.query_params), await asyncio.to_thread(files.end))
+            fields = _once(request.query_params.multi_items())
+            return Received(fields, await asyncio.to_thread(files.end))
         form = _Form(options.get(b"boundary", b""))
         async for chunk in request.stream():
             # One thread for a whole chunk: a form of many small parts is not many trips.
             await asyncio.to_thread(files.take, form.feed(chunk))
         form.finish()
-        return Received(form.fields, await asyncio.to_thread(files.end))
+        return Received(_once(form.fields), await asyncio.to_thread(files.end))
     finally:
         files.close()
+
+
+def _once(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """By name. Raises InvalidRequest for one that is there twice: nobody can tell which was meant."""
+    named = dict(fields)
+    if len(named) < len(fields):
+        twice = next(name for number, (name, _) in enumerate(fields) if name in dict(fields[:number]))
+        raise InvalidRequest(f"field {twice[:40]!r} is there twice; wanted it once", param=twice[:40])
+    return named
 
 
 def _content_type(request: Request) -> tuple[str, dict[bytes, bytes]]:
@@ -103,7 +113,7 @@ class _Form:
     """Tells files from fields in a multipart body. Fields are kept, files go by as events."""
 
     def __init__(self, boundary: bytes) -> None:
-        self.fields: dict[str, str] = {}
+        self.fields: list[tuple[str, str]] = []
         self._events: list[_Event] = []
         self._header = self._value = b""
         self._disposition = b""
@@ -176,7 +186,7 @@ class _Form:
 
     def _on_part_end(self) -> None:
         if self._field is not None:
-            self.fields[self._field] = self._data.decode("utf-8", "replace")
+            self.fields.append((self._field, self._data.decode("utf-8", "replace")))
 
     def _on_end(self) -> None:
         self._is_over = True

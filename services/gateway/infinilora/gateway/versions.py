@@ -98,13 +98,13 @@ def earlier(record: AdapterRecord) -> VersionRecord:
     return max(before, key=lambda version: version.version)
 
 
-def numbered(record: AdapterRecord, number: int) -> VersionRecord:
+def numbered(record: AdapterRecord, number: int, *, param: str) -> VersionRecord:
     """The version of this number. Raises InvalidRequest."""
     for version in record.versions:
         if version.version == number:
             return version
     there = ", ".join(f"v{version.version}" for version in record.versions)
-    raise InvalidRequest(f"adapter '{record.name}' has no version v{number}; it has {there}", param="to")
+    raise InvalidRequest(f"adapter '{record.name}' has no version v{number}; it has {there}", param=param)
 
 
 def now() -> str:
