@@ -92,7 +92,9 @@ class World:
             tell,
             pool_bytes=num_bytes,
             host_bytes=fleet.host_bytes,
-            slots=min(fleet.slots, num_bytes // min(self.sizes.values()) + 1),  # more are never filled
+            slots=min(
+                fleet.slots, num_bytes // min(self.sizes.values(), default=num_bytes) + 1
+            ),  # more are never filled
         )
         if fleet.is_host_warm:
             pool.warm_host(self._digests[::-1])
