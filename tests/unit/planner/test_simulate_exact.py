@@ -141,6 +141,21 @@ def test_a_dead_group_makes_its_rows_wait_for_another() -> None:
     assert world.timeline.now == close(0.360 + 6 * 0.011)
 
 
+@pytest.mark.parametrize("can_stretch", [True, False])
+def test_a_sequence_that_pauses_goes_on_where_it_stood_while_others_ran(can_stretch: bool) -> None:
+    """The base request runs alone to 0.103 in steps of 11 ms; the adapter's prompt joins for 16, then both take 12.
+
+    Its group dies at 0.250, in a step that ends at 0.251 with 12 of its 20 tokens. The base request goes on alone. The
+    second group has the adapter at 0.360, one step of 11 ms ends at 0.361, and each step from there is 12 ms again:
+    one row of each, for what the paused one had computed is still there. 8 of those end it, 21 of 11 ms the other.
+    """
+    failure = {"kind": "group", "index": 0, "at_s": 0.250, "for_s": 9.0}
+    wanted = fleet(mode="disaggregated", groups=2, detect_s=0.010, failures=[failure])
+    ended, world = play(wanted, costs(), asks((0.0, 0, 5, 20), (0.0, BASE, 5, 60)), can_stretch=can_stretch)
+    assert ended[0] == Ended(0, 0, close(0.119), close((0.361 + 8 * 0.012 - 0.119) / 19), True)
+    assert world.timeline.now == close(0.361 + 8 * 0.012 + 21 * 0.011)
+
+
 def test_whoever_waits_for_a_place_has_it_when_one_ends() -> None:
     """Two places. Both prompts in one step of 20 ms; the first ends 12 ms later, then the third comes."""
     ended, _ = play(fleet(max_running=2), costs(), asks((0.0, BASE, 5, 2), (0.0, BASE, 5, 50), (0.0, BASE, 4, 1)))
