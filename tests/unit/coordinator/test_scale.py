@@ -19,6 +19,7 @@ BASE = Fingerprint(digest_of(b"base"))
 LEAD_S, HOLD_S = 60.0, 600.0
 BOUNDS = Bounds(least=1, most=8, hold_s=HOLD_S, lead_s=LEAD_S)
 BUCKET_S, EACH, RESIDENCE_S = 10.0, 16.0, 4.0
+RISE_S = 1200.0
 
 
 def test_more_come_at_once() -> None:
@@ -131,7 +132,8 @@ def test_the_first_request_for_a_base_that_nobody_asked_for_before_is_new() -> N
     assert meters.read(report("a", 1)) == {BASE: 1}
 
 
-# Traffic on a virtual clock
+# Traffic on a virtual clock. The policy's constants were chosen on seeds below 100; how all of 100 to 139 fare is in
+# docs/log.md: not every flat load keeps to one change.
 
 
 class Fleet:
@@ -165,25 +167,31 @@ class Fleet:
 
 def on_a_ramp(times: float, seed: int) -> Fleet:
     """From 70 % of two engines to so many times that within ten lead times."""
-    fleet, begin = Fleet(2), 1200.0
+    fleet = Fleet(2)
 
     def rate(now: float) -> float:
-        return 5.6 * (1 + (times - 1) * min(max(now - begin, 0) / (10 * LEAD_S), 1.0))
+        return 5.6 * (1 + (times - 1) * min(max(now - RISE_S, 0) / (10 * LEAD_S), 1.0))
 
-    fleet.live(rate, begin + 14 * LEAD_S, random.Random(seed))
+    fleet.live(rate, RISE_S + 14 * LEAD_S, random.Random(seed))
     assert fleet.count >= math.ceil(times * 5.6 * RESIDENCE_S / EACH)
     return fleet
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(100, 108))
 def test_on_a_ramp_to_twice_the_load_more_are_begun_before_the_slo_is_missed(seed: int) -> None:
     """Two engines are full four lead times after it begins to rise; the third is at most half a lead time late."""
     fleet = on_a_ramp(2.0, seed)
-    assert fleet.changes[0] < min(fleet.missed, default=math.inf)
+    assert RISE_S <= fleet.changes[0] < min(fleet.missed, default=math.inf)
     assert len(fleet.missed) * BUCKET_S <= LEAD_S / 2
 
 
-@pytest.mark.parametrize("seed", range(5))
+def test_most_ramps_to_four_times_the_load_are_seen_in_time() -> None:
+    """The engines are full after a lead time and a half, so what errors to one side add must come at once."""
+    fleets = [on_a_ramp(4.0, seed) for seed in range(100, 120)]
+    assert sum(fleet.changes[0] < min(fleet.missed, default=math.inf) for fleet in fleets) >= 12
+
+
+@pytest.mark.parametrize("seed", range(100, 105))
 @pytest.mark.parametrize("rate", [7.0, 7.9, 8.0, 8.4, 12.0])
 def test_noise_around_a_flat_load_is_one_change_at_most(seed: int, rate: float) -> None:
     """Two hours; some rates are exactly at what so many engines serve. It begins with what it would settle at."""

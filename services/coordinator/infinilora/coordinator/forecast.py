@@ -28,7 +28,7 @@ COVERED = 0.9
 """Share of past errors that the band's upper end stays above."""
 RUNAWAY = 1.7
 """Mean error over a horizon, in spreads of a count, from which a load leaves the method behind: of six counts of a flat
-load it is above that once in some thousand times (1.0 and 1.2 flapped, 1.9 was late on a ramp)."""
+load it is above that once in some thousand times (lower flaps oftener, higher is late on a ramp: log 2026-11-30)."""
 DAMPED = 0.95
 """What is left of a trend one bucket later: no line goes on for ever."""
 
