@@ -128,5 +128,5 @@ async def test_every_token_is_of_the_clients_own_adapter(
         if client.heard.tokens:
             world.is_right(client.heard, client.prompt, client.digest)
         assert client.aborted or client.heard.ended.reason == "length"
-    assert len(tenancies) > 2 * len(digests), "adapters were evicted and staged again"
-    assert sum(c.heard.ended.num_preemptions > 0 for c in clients) > 2
+    assert len(tenancies) > len(digests), "no adapter was evicted and staged again"
+    assert any(c.heard.ended.num_preemptions for c in clients), "no sequence was put back"
