@@ -237,6 +237,12 @@ def test_a_broken_stream_is_the_senders_fault(tmp_path: Path, magic: bytes) -> N
         unpack_file(io.BytesIO(magic), tmp_path, LIMITS)
 
 
+def test_a_zip_entry_without_a_name_is_refused(tmp_path: Path) -> None:
+    packed = zip_of(*GOOD, ("?", b"x")).getvalue().replace(b"?", b"\0")
+    with pytest.raises(InvalidRequest, match="file name ''"):
+        unpack_file(io.BytesIO(packed), tmp_path, LIMITS)
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
 def test_a_cut_archive_is_the_senders_fault(tmp_path: Path, pack: Pack, keep: float) -> None:

@@ -265,7 +265,7 @@ def _zip_entries(file: IO[bytes]) -> Iterator[_Entry]:
     with zipfile.ZipFile(_Bounded(file)) as archive:
         for info in archive.infolist():
             mode = info.external_attr >> 16
-            if info.is_dir():
+            if info.filename.endswith("/"):  # is_dir of the standard library fails for an empty name
                 kind = "directory"
             elif stat.S_IFMT(mode) not in (0, stat.S_IFREG):
                 kind = "link"
