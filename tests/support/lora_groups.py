@@ -94,7 +94,7 @@ async def engine_of(
         running = service.spawn(lora.run(), "links")
         lora.update_groups([group.as_group() for group in groups])
         wanted = {group.name: backend for group in groups}
-        await eventually(lambda: lora.open_links == wanted, "every group's link is open", timeout_s=90)
+        await eventually(lambda: lora.open_links == wanted, "every group's link is open", timeout_s=200)
         try:
             yield lora
         finally:

@@ -27,7 +27,7 @@ from support.procs import NatsServer, ValkeyServer
 from support.tiny_models import VOCAB
 from support.tiny_world import TinyWorld
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 IN_THE_SUITE = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 4)]
 WAYS = list(itertools.product(("shm", "tcp"), (False, True)))
