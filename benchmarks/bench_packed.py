@@ -182,8 +182,8 @@ def check_same(stacked: Stacked, card: BaseCard, host: HostTier, digest: Digest)
     geometry = card.geometry()
     for layer in range(card.num_layers):
         at = 0
-        for entry, _, num_bytes in packed_ranges(held.header, layer):
-            parts = site_weights(entry, held.header.manifest.dtype, held.layer(layer)[at : at + num_bytes])
+        for entry, _, num_bytes in packed_ranges(held.whole, layer):
+            parts = site_weights(entry, held.whole.manifest.dtype, held.layer(layer)[at : at + num_bytes])
             modules = {part.name: part.module for part in geometry[layer, entry.site].parts}
             for part, packed in zip(entry.parts, parts, strict=True):
                 assert torch.equal(packed.a, stacked[modules[part.name], "A"])
