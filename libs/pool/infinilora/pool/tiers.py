@@ -38,6 +38,8 @@ LENGTH_BYTES = 8
 
 SHARED_BYTES = 1 << 20
 """From so many bytes on, two threads verify a layer."""
+PIECE_BYTES = 1 << 18
+"""Of a read that is hashed at once; what a core keeps beside other things."""
 NUM_HELPERS = 2
 
 
@@ -73,12 +75,13 @@ class _StoreReader:
         return memoryview(self._held)[skip : skip + num_bytes]
 
 
-class _Block(NamedTuple):
-    """One block (expert) of a site, as it was read."""
+class _Piece(NamedTuple):
+    """Blocks that lie side by side, few enough bytes to be hashed while a core still has them in its cache."""
 
-    entry: SiteEntry
-    number: int
+    offset: int
+    """In the file."""
     data: memoryview
+    blocks: list[tuple[SiteEntry, int, memoryview]]
 
 
 class PackedSource:
@@ -152,7 +155,7 @@ class PackedSource:
                 )
             into[at : at + piece.num_bytes] = data
             at += piece.num_bytes
-        self._verify(layer, into)
+        self._tiers.verify(self._pieces(layer, start, into))
         if self._writer:
             self._writer.write(start, into)
 
@@ -180,25 +183,38 @@ class PackedSource:
             self._writer.abandon()
 
     def _read_cached(self, cached: CachedFile, layer: int, start: int, into: memoryview) -> None:
+        def read(piece: _Piece) -> None:
+            if not cached.read_into(piece.offset, piece.data):
+                raise NotNear
+
         try:
-            if cached.read_into(start, into):
-                self._verify(layer, into)
-                return
+            self._tiers.verify(self._pieces(layer, start, into), read)
         except AdapterFailed as error:
             logger.warning("cache file corrupt", extra={"adapter_id": self._digest, "reason": error.message})
+        except NotNear:
+            pass  # told by the file
+        else:
+            return
         self._tiers.cache.drop(self._tiers.key(self._digest))
         cached.close()
         self._cached = None
         raise NotNear
 
-    def _verify(self, layer: int, data: memoryview) -> None:
-        blocks, at = [], 0
+    def _pieces(self, layer: int, start: int, data: memoryview) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        blocks: list[tuple[SiteEntry, int, memoryview]] = []
+        first = at = 0
         for entry, _, num_bytes in packed_ranges(self.header, layer):
             block_bytes = num_bytes // entry.num_blocks
             for block in range(entry.num_blocks):
-                blocks.append(_Block(entry, block, data[at : at + block_bytes]))
+                blocks.append((entry, block, data[at : at + block_bytes]))
                 at += block_bytes
-        self._tiers.verify(blocks)
+                if at - first >= PIECE_BYTES:
+                    pieces.append(_Piece(start + first, data[first:at], blocks))
+                    first, blocks = at, []
+        if blocks:
+            pieces.append(_Piece(start + first, data[first:at], blocks))
+        return pieces
 
 
 class Tiers:
@@ -222,17 +238,17 @@ class Tiers:
         """No source is open."""
         self._helpers.shutdown()
 
-    def verify(self, blocks: Sequence[_Block]) -> None:
-        """Raise AdapterFailed unless every block is what was packed.
+    def verify(self, pieces: Sequence[_Piece], read: Callable[[_Piece], None] | None = None) -> None:
+        """Raise AdapterFailed unless every block is what was packed. `read` fills a piece before it is looked at.
 
-        Hashing is what a load from this host waits for, so of many bytes a helper takes half.
+        Reading and hashing is what a load from this host waits for, so of many bytes a helper takes half.
         """
-        if sum(len(block.data) for block in blocks) < SHARED_BYTES:
-            _verify_each(blocks)
+        if sum(len(piece.data) for piece in pieces) < SHARED_BYTES:
+            _verify_each(pieces, read)
             return
-        others = self._helpers.submit(_verify_each, blocks[1::2])
+        others = self._helpers.submit(_verify_each, pieces[1::2], read)
         try:
-            _verify_each(blocks[::2])
+            _verify_each(pieces[::2], read)
         finally:
             others.result()
 
@@ -282,6 +298,9 @@ def _read_exactly(file: CachedFile, offset: int, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _verify_each(blocks: Sequence[_Block]) -> None:
-    for block in blocks:
-        verify(block.entry, block.number, block.data)
+def _verify_each(pieces: Sequence[_Piece], read: Callable[[_Piece], None] | None) -> None:
+    for piece in pieces:
+        if read:
+            read(piece)
+        for entry, number, data in piece.blocks:
+            verify(entry, number, data)
