@@ -253,7 +253,7 @@ async def test_a_degraded_answer_says_so_streamed_or_stopped(tmp_path: Path, str
 @pytest.mark.parametrize("after", [0, 2])
 async def test_rows_that_a_link_narrowed_are_told_from_where_they_may_matter(tmp_path: Path, after: int) -> None:
     async with open_house(tmp_path) as house:
-        await house.seed("a1")
+        house.say("the fox jumps over the fox", await house.seed("a1"))
         house.engine.narrows_after = after
         whole = await house.complete("a1", max_tokens=4, ignore_eos=True)
         assert (whole.headers["x-infinilora-narrow"], whole.json()["usage"]["narrow"]) == ("int8", "int8")
