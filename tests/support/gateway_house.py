@@ -61,6 +61,12 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@functools.cache
+def whole_words(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that are text by themselves: an answer of these has a chunk for each token."""
+    return [i for i in range(len(SPECIALS), tokenizer.get_vocab_size()) if "\ufffd" not in tokenizer.decode([i])]
+
+
 def text_card(tokenizer: Tokenizer) -> BaseCard:
     card = make_card("llama", vocab_size=tokenizer.get_vocab_size())
     return msgspec.structs.replace(card, name="tiny", tokenizer_files=("tokenizer.json", "tokenizer_config.json"))
@@ -180,7 +186,8 @@ async def open_house(
     card = text_card(tokenizer) if tokenizer else bare_card()
     bus, store, blobs = MemoryBus(), MemoryStore(), DirectoryBlobs(root / "store")
     publish_base(blobs, card, tokenizer)
-    crew = [ScriptedEngine(card.fingerprint, card.name, card.vocab_size, EOS, id=f"engine-{i}") for i in range(engines)]
+    made = functools.partial(ScriptedEngine, card.fingerprint, card.name, card.vocab_size, EOS)
+    crew = [made(id=f"engine-{i}", words=whole_words(tokenizer) if tokenizer else ()) for i in range(engines)]
     async with AsyncExitStack() as stack:
         for engine in crew:
             await stack.enter_async_context(engine.served(TOKEN))

@@ -7,7 +7,7 @@ foretold, continued elsewhere, and told apart from another adapter's.
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -48,6 +48,8 @@ class ScriptedEngine:
     id: str = "engine-0"
     scripts: dict[str, list[int]] = field(default_factory=dict)
     """What each digest ("": the base) says; after it comes the end. Without a script: `foretold` for ever."""
+    words: Sequence[int] = ()
+    """The tokens that `foretold` draws from; empty: all but the first three."""
     refuse: list[InfiniLoraError] = field(default_factory=list)
     """Errors for the next calls, before their first event."""
     refuse_later: list[InfiniLoraError] = field(default_factory=list)
@@ -147,7 +149,8 @@ class ScriptedEngine:
             return script[index] if index < len(script) else self.eos
         seed = request.sampling.seed if request.sampling.temperature > 0 else 0
         drawn = hashlib.sha256(f"{digest}/{seed}/{index}".encode()).digest()
-        return 3 + int.from_bytes(drawn[:4]) % (self.vocab_size - 3)
+        words = self.words or range(3, self.vocab_size)
+        return words[int.from_bytes(drawn[:4]) % len(words)]
 
     def _token(self, token_id: int, logprobs: int) -> Token:
         if logprobs < 0:
