@@ -5,14 +5,16 @@ Mixtral-8x7B    hidden 4096, q 4096, k and v 1024, 8 experts of 14336, 2 a row
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from infinilora.kernels import moe
+from infinilora.kernels import expand, moe, shrink
 from infinilora.kernels.batch import Part, segment_table
 from infinilora.kernels.site_table import SiteTable
+from infinilora.kernels.tile_table import Cut, Launch, Loads, TileTable
 from infinilora.kernels.tiles import StepRows
 
 from device import RING_BYTES  # isort: skip
@@ -41,6 +43,20 @@ SHAPES = (
 )
 
 
+class Variant(TileTable):
+    """The rules' blocks, for bf16 in tiles of `block_rows`, but walked and read in another way."""
+
+    def __init__(self, block_rows: int, per_sm: int, loads: Loads, *, num_sms: int) -> None:
+        super().__init__({}, num_sms=num_sms)
+        self._shrink = replace(shrink.by_rule(torch.bfloat16), per_sm=per_sm, loads=loads)
+        reads: Loads = "pointers" if loads == "pointers" else "descriptors"
+        self._expand = replace(expand.by_rule(block_rows), per_sm=per_sm, loads=reads)
+
+    @override
+    def find(self, launch: Launch) -> Cut:
+        return self._shrink if launch.op == "shrink" else self._expand
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """`tables[i]` are one layer's; `run(i)` computes its deltas; `num_bytes` is what a run must read and write."""
@@ -48,6 +64,12 @@ class Site:
     tables: list[SiteTable]
     run: Callable[[int], None]
     num_bytes: int
+    block_rows: int
+
+    def vary(self, per_sm: int, loads: Loads) -> None:
+        """From now on launches are cut by the rules, but walk and read so."""
+        for table in self.tables:
+            table.tiles = Variant(self.block_rows, per_sm, loads, num_sms=table.tiles.num_sms)
 
 
 def part_of(rank: int, in_dim: int, out_dim: int, offset: int, experts: int, device: torch.device) -> Part:
@@ -79,7 +101,7 @@ def make_site(
     used = {(t // each, int(e)) for t, row in enumerate(ids.tolist()) for e in row} if shape.experts else adapters
     touched = len(used) if isinstance(used, set) else used
     moved = x.numel() * 2 + 2 * out.numel() * 2
-    return Site(tables, run, touched * per_part + moved)
+    return Site(tables, run, touched * per_part + moved, step.block_rows)
 
 
 def _table(shape: Shape, adapters: int, rank: int, device: torch.device) -> SiteTable:

@@ -50,8 +50,30 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
 def test_weights_and_outputs_move_in_vectors(compiled: list[dict[str, Any]]) -> None:
     for case in compiled:
         if case["rows"] is not None:
-            assert case["vector_loads"] > 0, case
+            assert case["vector_loads"] + case["boxes"] > 0, case
             assert case["scalar_weight_loads"] == 0, case
+
+
+def test_described_blocks_are_moved_by_the_copy_engine(compiled: list[dict[str, Any]]) -> None:
+    """As many boxes in flight as the pipeline has stages; without descriptors none."""
+    described = [case for case in compiled if case["loads"] in ("descriptors", "specialized")]
+    assert {(case["kernel"], case["rows"]) for case in described} == {
+        (kernel, rows) for kernel in ("shrink_kernel", "expand_kernel") for rows in (16, 64)
+    }
+    for case in described:
+        assert case["boxes"] >= 2, case
+    assert not any(case["boxes"] for case in compiled if case not in described)
+
+
+def test_specialized_warps_are_a_group_that_fetches_and_two_that_multiply(compiled: list[dict[str, Any]]) -> None:
+    """The fetching group gives most of its registers away; each of the others multiplies half of the ranks."""
+    specialized = [case for case in compiled if case["loads"] == "specialized"]
+    assert len(specialized) == 2
+    for case in compiled:
+        assert case["warps"] == (12 if case in specialized else 4), case
+        assert (case["register_shares"] > 0) == (case in specialized), case
+    for case in specialized:
+        assert case["wgmma_columns"] == case["product_columns"], "of which neither computes what the other does"
 
 
 def test_rows_that_find_their_own_weights_read_them_in_vectors(compiled: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from support import lora_maths
 from support.triton_sites import TOLERANCE, largest_error, make_bound, make_table, poisoned
 
 ENTRY = {"op": "shrink", "bits": 16, "rows": 64, "rank": 16, "dim": 4096}
-CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3}
+CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3, "per_sm": 2, "loads": "descriptors"}
 
 
 def written(path: Path, *entries: dict[str, object]) -> Path:
@@ -22,7 +22,7 @@ def written(path: Path, *entries: dict[str, object]) -> Path:
 
 def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -> None:
     table = TileTable.read(written(tmp_path / "sm_90.json", ENTRY | CUT))
-    cut = Cut(128, 8, 4, 3)
+    cut = Cut(128, 8, 4, 3, 2, "descriptors")
     assert table.find(Launch("shrink", 16, 64, 16, 4096)) == cut
     assert table.find(Launch("shrink", 16, 33, 9, 2049)) == cut
     for other in (
@@ -36,7 +36,19 @@ def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"block": 100}, {"splits": -1}, {"warps": 0}, {"stages": 0}, {"op": "sum"}, {"rank": None}]
+    "wrong",
+    [
+        {"block": 100},
+        {"splits": -1},
+        {"warps": 0},
+        {"stages": 0},
+        {"op": "sum"},
+        {"rank": None},
+        {"per_sm": -1},
+        {"loads": "guesses"},
+        {"loads": "specialized"},
+        {"loads": "specialized", "per_sm": 0, "op": "expand"},
+    ],
 )
 def test_an_entry_that_no_tuner_writes_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
     path = written(tmp_path / "sm_90.json", ENTRY | CUT | wrong)
@@ -50,6 +62,22 @@ def test_a_file_that_is_no_table_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path} is no tile table"):
         TileTable.read(path)
+
+
+def test_unmeasured_launches_have_a_program_for_each_item_and_read_through_pointers() -> None:
+    cut = Cut(128, 0, 4, 3)
+    assert cut.loads == "pointers"
+    assert TileTable({}).num_programs(cut, 100_000) == 100_000
+
+
+@pytest.mark.parametrize(("items", "programs"), [(0, 0), (7, 7), (16, 16), (17, 16), (100_000, 16)])
+def test_a_persistent_grid_ends_where_the_device_is_full(items: int, programs: int) -> None:
+    assert TileTable({}, num_sms=8).num_programs(Cut(64, 0, 4, 2, per_sm=2), items) == programs
+
+
+def test_warps_that_fetch_ahead_are_not_given_a_next_item() -> None:
+    with pytest.raises(ValueError, match="wanted per_sm 0 for specialized"):
+        Cut(64, 0, 4, 2, per_sm=1, loads="specialized")
 
 
 def test_the_tables_that_are_delivered_can_be_read() -> None:

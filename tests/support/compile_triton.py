@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from infinilora.kernels import expand, indexed, mailbox, moe, shrink
 from infinilora.kernels.site_table import FIELDS
+from infinilora.kernels.tile_table import Loads
 
 POINTERS = {"v": "*fp32", "tiles": "*i32", "order": "*i32", "records": "*i64", "pair_weights": "*fp32"}
 DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width", "out_stride", "columns", "cols")
@@ -25,30 +26,36 @@ DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width
 DECODE, PREFILL = 16, 64
 
 
-def shrink_case(kind: int, x: str, rows: int) -> dict[str, Any]:
+def shrink_case(kind: int, x: str, rows: int, loads: Loads = "pointers", *, gather: bool = False) -> dict[str, Any]:
+    specialized = loads == "specialized"
     return {
         "kernel": shrink.shrink_kernel,
         "pointers": POINTERS | {"x": x},
+        "loads": loads,
         "stages": 3,
         "constants": {
             "PARTS": 3,
             "FIELDS": FIELDS,
             "KIND": kind,
             "ALIGNED": True,
-            "GATHER": rows == PREFILL,
+            "GATHER": gather,
             "TOP_K": 1,
             "NATIVE": (kind, x) in ((1, "*bf16"), (2, "*fp16")),
+            "DESCRIBED": loads != "pointers",
+            "DESCRIBED_X": loads != "pointers" and not gather,
+            "SPECIALIZED": specialized,
             "BLOCK_M": rows,
-            "BLOCK_R": rows,
+            "BLOCK_R": shrink.SPECIALIZED_RANK_BLOCK if specialized else rows,
             "BLOCK_K": 64 if x == "*fp32" else 128,
         },
     }
 
 
-def expand_case(kind: int, out: str, rows: int) -> dict[str, Any]:
+def expand_case(kind: int, out: str, rows: int, loads: Loads = "pointers") -> dict[str, Any]:
     return {
         "kernel": expand.expand_kernel,
         "pointers": POINTERS | {"out": out},
+        "loads": loads,
         "stages": 2,
         "constants": {
             "PARTS": 3,
@@ -59,6 +66,7 @@ def expand_case(kind: int, out: str, rows: int) -> dict[str, Any]:
             "WEIGHTED": rows == PREFILL,
             "ACCUMULATE": rows == DECODE,
             "UPCAST": False,
+            "DESCRIBED": loads != "pointers",
             "SPLITS": 4 if rows == DECODE else 1,
             "BLOCK_M": rows,
             "BLOCK_R": rows,
@@ -105,11 +113,24 @@ def mailbox_cases() -> list[dict[str, Any]]:
 
 
 CASES = [
-    *(shrink_case(kind, x, rows) for kind, x in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
+    *(
+        shrink_case(kind, x, rows, gather=rows == PREFILL)
+        for kind, x in ((1, "*bf16"), (0, "*fp32"))
+        for rows in (DECODE, PREFILL)
+    ),
     shrink_case(2, "*fp16", DECODE),
+    *(
+        shrink_case(1, "*bf16", rows, "descriptors", gather=gather)
+        for rows, gather in ((DECODE, False), (PREFILL, True))
+    ),
+    shrink_case(2, "*fp16", PREFILL, "descriptors"),
+    shrink_case(0, "*fp32", PREFILL, "descriptors"),
+    *(shrink_case(kind, x, PREFILL, "specialized") for kind, x in ((1, "*bf16"), (2, "*fp16"))),
     shrink_case(1, "*fp32", DECODE),
     *(expand_case(kind, out, rows) for kind, out in ((1, "*bf16"), (0, "*fp32")) for rows in (DECODE, PREFILL)),
     expand_case(2, "*bf16", DECODE),
+    *(expand_case(1, "*bf16", rows, "descriptors") for rows in (DECODE, PREFILL)),
+    *(expand_case(kind, "*bf16", DECODE, "descriptors") for kind in (0, 2)),
     sum_pairs_case(),
     *indexed_cases(),
     *mailbox_cases(),
@@ -137,10 +158,17 @@ def compile_case(case: dict[str, Any], capability: int) -> dict[str, Any]:
         "kernel": kernel.__name__,
         "kind": constants.get("KIND"),
         "rows": constants.get("BLOCK_M"),
+        "loads": case.get("loads"),
+        "warps": compiled.metadata.num_warps,
         "target": next(line for line in ptx.splitlines() if line.startswith(".target")),
         "cubin_bytes": len(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
+        "wgmma_columns": sum(int(n) for n in re.findall(r"wgmma\.mma_async\.\S*\.m64n(\d+)k16", ptx)),
+        "product_columns": constants.get("BLOCK_M", 0)
+        * constants.get("BLOCK_R", 0)
+        * constants.get("BLOCK_K", 0)
+        // 1024,
         "mma": ptx.count("mma.sync"),
         "vector_loads": ptx.count("cp.async.cg.shared.global"),
         "scalar_weight_loads": ptx.count("ld.global.b16"),
@@ -149,6 +177,8 @@ def compile_case(case: dict[str, Any], capability: int) -> dict[str, Any]:
         "vector_moves": len(re.findall(r"\bst\.global\.v4\.b32", ptx)),
         "acquires": ptx.count("ld.acquire.sys.global"),
         "releases": ptx.count("st.release.sys.global"),
+        "boxes": ptx.count("cp.async.bulk.tensor"),
+        "register_shares": ptx.count("setmaxnreg"),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
     }
 

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from infinilora.kernels.batch import Part, SiteWeights
 from infinilora.kernels.site_table import SiteTable
+from infinilora.kernels.tile_table import Cut, Launch, TileTable
 from support import lora_maths
 
 NUM_SLOTS = 10
@@ -64,6 +66,24 @@ def make_table(
     for slot, parts in to_device(bound, device).items():
         table.bind(slot, parts)
     return table
+
+
+class EveryLaunch(TileTable):
+    """Cuts every shrink, and every expand, as it is told, on a device of `num_sms`. Keeps (items, programs) of each."""
+
+    def __init__(self, shrink: Cut, expand: Cut, *, num_sms: int) -> None:
+        super().__init__({}, num_sms=num_sms)
+        self.by_op = {"shrink": shrink, "expand": expand}
+        self.launched: list[tuple[int, int]] = []
+
+    @override
+    def find(self, launch: Launch) -> Cut | None:
+        return self.by_op[launch.op]
+
+    @override
+    def num_programs(self, cut: Cut, num_items: int) -> int:
+        self.launched.append((num_items, super().num_programs(cut, num_items)))
+        return self.launched[-1][1]
 
 
 @contextmanager

@@ -6,18 +6,39 @@ its fp32 precision against 16-bit weights too: it is multiplied as the sum of tw
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from infinilora.kernels.descriptors import launch_with_scratch
 from infinilora.kernels.shrink import padded_rank, rank_block, weights_of
 from infinilora.kernels.site_table import FIELDS, KINDS, SiteTable
 from infinilora.kernels.tile_table import Cut, Launch
+from infinilora.kernels.tiles import SMALL
 
 SMALL_COLUMNS, LARGE_COLUMNS = 64, 128
 
 
 @triton.jit
+def add_product(acc, v_block, bt_block, KIND: tl.constexpr, UPCAST: tl.constexpr):
+    """Return acc + v · Bt of fp32 v: against bf16 weights as the sum of two bf16 halves."""
+    if KIND == 1:
+        high = v_block.to(tl.bfloat16)
+        low = (v_block - high.to(tl.float32)).to(tl.bfloat16)
+        if UPCAST:
+            acc = tl.dot(high.to(tl.float32), bt_block.to(tl.float32), acc)
+            acc = tl.dot(low.to(tl.float32), bt_block.to(tl.float32), acc)
+        else:
+            acc = tl.dot(high, bt_block, acc)
+            acc = tl.dot(low, bt_block, acc)
+    else:
+        acc = tl.dot(v_block, bt_block.to(tl.float32), acc, input_precision="tf32x3")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_items"])
 def expand_kernel(
     v,
     out,
@@ -25,6 +46,8 @@ def expand_kernel(
     order,
     pair_weights,
     records,
+    num_tiles,
+    num_items,
     v_plane,
     v_stride,
     v_part,
@@ -37,74 +60,71 @@ def expand_kernel(
     WEIGHTED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one tile of rows, one block of output columns of one part; all ranks.
+    """One item: one tile of rows, one block of output columns of one part; all ranks. A program walks its items.
 
     v fp32 [SPLITS, rows or pairs, PARTS x v_part]; out [rows or pairs, columns]; tiles int32 [n, 4].
     """
-    tile = tiles + tl.program_id(0) * 4
-    start, rows, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if rows == 0:
-        return
-    part = tl.program_id(1) % PARTS
-    record = records + (slot.to(tl.int64) * PARTS + part) * FIELDS
-    rank = tl.load(record + 2).to(tl.int32)
-    out_dim = tl.load(record + 4).to(tl.int32)
-    first = (tl.program_id(1) // PARTS) * BLOCK_N
-    if first >= out_dim:
-        return
-    if tl.load(record + 6) != KIND:
-        return
-    expert = tl.load(tile + 3).to(tl.int64)
-    bt = weights_of(record, 1, 8, expert, KIND, ALIGNED)
-    if ALIGNED:
-        # 16 bytes of the narrowest type; wider ones are aligned the more.
-        out_dim = tl.multiple_of(out_dim, 8 if KIND else 4)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        tile, block = tiles + item % num_tiles * 4, item // num_tiles
+        start, rows, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        part = block % PARTS
+        record = records + (slot.to(tl.int64) * PARTS + part) * FIELDS
+        rank = tl.load(record + 2).to(tl.int32)
+        out_dim = tl.load(record + 4).to(tl.int32)
+        first = block // PARTS * BLOCK_N
+        if (rows > 0) & (first < out_dim) & (tl.load(record + 6) == KIND):
+            expert = tl.load(tile + 3).to(tl.int64)
+            bt = weights_of(record, 1, 8, expert, KIND, ALIGNED)
+            if ALIGNED:
+                # 16 bytes of the narrowest type; wider ones are aligned the more.
+                out_dim = tl.multiple_of(out_dim, 8 if KIND else 4)
+            m = tl.arange(0, BLOCK_M)
+            in_tile = m < rows
+            row = tl.load(order + start + m, mask=in_tile, other=0) if GATHER else start + m
+            row = row.to(tl.int64)
+            n = first + tl.arange(0, BLOCK_N)
+            v_rows = v + row[:, None] * v_stride + part * v_part
+            bt_box = (
+                tl.make_tensor_descriptor(bt, [rank, out_dim], [out_dim, 1], [BLOCK_R, BLOCK_N]) if DESCRIBED else bt
+            )
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for r0 in range(0, rank, BLOCK_R):
+                r = r0 + tl.arange(0, BLOCK_R)
+                v_mask = in_tile[:, None] & (r < padded_rank(rank))[None, :]
+                v_block = tl.load(v_rows + r[None, :], mask=v_mask, other=0.0)
+                for split in tl.static_range(1, SPLITS):
+                    v_block += tl.load(v_rows + split * v_plane + r[None, :], mask=v_mask, other=0.0)
+                if DESCRIBED:
+                    bt_block = bt_box.load([r0, first])
+                else:
+                    bt_block = tl.load(
+                        bt + r[:, None].to(tl.int64) * out_dim + n[None, :],
+                        mask=(r < rank)[:, None] & (n < out_dim)[None, :],
+                        other=0.0,
+                    )
+                acc = add_product(acc, v_block, bt_block, KIND, UPCAST)
+            acc *= tl.load(record + 5).to(tl.int32).to(tl.float32, bitcast=True)
+            if WEIGHTED:
+                acc *= tl.load(pair_weights + row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
+            offset = tl.load(record + 3).to(tl.int32)
+            if ALIGNED:
+                offset = tl.multiple_of(offset, 8)
+            out_block = out + row[:, None] * out_stride + offset + n[None, :]
+            mask = in_tile[:, None] & (n < out_dim)[None, :]
+            if ACCUMULATE:
+                acc += tl.load(out_block, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out_block, acc.to(out.dtype.element_ty), mask=mask)
 
-    m = tl.arange(0, BLOCK_M)
-    in_tile = m < rows
-    row = tl.load(order + start + m, mask=in_tile, other=0) if GATHER else start + m
-    row = row.to(tl.int64)
-    n = first + tl.arange(0, BLOCK_N)
-    v_rows = v + row[:, None] * v_stride + part * v_part
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for r0 in range(0, rank, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
-        v_mask = in_tile[:, None] & (r < padded_rank(rank))[None, :]
-        v_block = tl.load(v_rows + r[None, :], mask=v_mask, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            v_block += tl.load(v_rows + split * v_plane + r[None, :], mask=v_mask, other=0.0)
-        bt_block = tl.load(
-            bt + r[:, None].to(tl.int64) * out_dim + n[None, :],
-            mask=(r < rank)[:, None] & (n < out_dim)[None, :],
-            other=0.0,
-        )
-        if KIND == 1:
-            high = v_block.to(tl.bfloat16)
-            low = (v_block - high.to(tl.float32)).to(tl.bfloat16)
-            if UPCAST:
-                acc = tl.dot(high.to(tl.float32), bt_block.to(tl.float32), acc)
-                acc = tl.dot(low.to(tl.float32), bt_block.to(tl.float32), acc)
-            else:
-                acc = tl.dot(high, bt_block, acc)
-                acc = tl.dot(low, bt_block, acc)
-        else:
-            acc = tl.dot(v_block, bt_block.to(tl.float32), acc, input_precision="tf32x3")
-    acc *= tl.load(record + 5).to(tl.int32).to(tl.float32, bitcast=True)
-    if WEIGHTED:
-        acc *= tl.load(pair_weights + row, mask=in_tile, other=0.0).to(tl.float32)[:, None]
-    offset = tl.load(record + 3).to(tl.int32)
-    if ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-    out_block = out + row[:, None] * out_stride + offset + n[None, :]
-    mask = in_tile[:, None] & (n < out_dim)[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out_block, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_block, acc.to(out.dtype.element_ty), mask=mask)
+
+def by_rule(block_rows: int) -> Cut:
+    """The cut of a launch over tiles of so many rows that was not measured."""
+    return Cut(SMALL_COLUMNS if block_rows == SMALL else LARGE_COLUMNS, 0, 4, 2)
 
 
 def expand(
@@ -123,18 +143,21 @@ def expand(
     v as `shrink` returned it for the same tiles; out [rows or pairs, columns], contiguous in its rows.
     `pair_weights` fp32 [pairs] multiplies each row once.
     """
-    rule = Cut(LARGE_COLUMNS if block_rows > rank_block(1) else SMALL_COLUMNS, 0, 4, 2)
     for kind, aligned in table.summary.kinds:
         launch = Launch("expand", 8 * KINDS[kind].itemsize, v.shape[1], table.summary.max_rank, table.out_dim)
-        cut = table.tiles.find(launch) or rule
-        grid = (len(tiles), table.num_parts * triton.cdiv(table.out_dim, cut.block))
-        expand_kernel[grid](
+        cut = table.tiles.find(launch) or by_rule(block_rows)
+        described = cut.loads != "pointers" and aligned
+        num_items = len(tiles) * table.num_parts * triton.cdiv(table.out_dim, cut.block)
+        run = partial(
+            expand_kernel[(table.tiles.num_programs(cut, num_items),)],
             v,
             out,
             tiles,
             tiles if order is None else order,
             v if pair_weights is None else pair_weights,
             table.records,
+            len(tiles),
+            num_items,
             v.stride(0),
             v.stride(1),
             v.stride(2),
@@ -147,6 +170,7 @@ def expand(
             WEIGHTED=pair_weights is not None,
             ACCUMULATE=accumulate,
             UPCAST=bool(triton.knobs.runtime.interpret),
+            DESCRIBED=described,
             SPLITS=v.shape[0],
             BLOCK_M=block_rows,
             BLOCK_R=rank_block(table.summary.max_rank),
@@ -154,3 +178,7 @@ def expand(
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
+        if described:
+            launch_with_scratch(run, v.device)
+        else:
+            run()
