@@ -30,8 +30,9 @@ fmt: setup ## Format
 	$(PY) -m ruff format . && $(PY) -m ruff check --fix .
 lint: setup ## Format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .
-types: setup ## mypy --strict, by path
-	$(PY) -m mypy $(ROOMS) tests
+types: setup ## mypy --strict, by path; benchmarks import their neighbours
+	MYPYPATH=benchmarks $(PY) -m mypy $(ROOMS) tests benchmarks/*.py
+	MYPYPATH=benchmarks/gpu $(PY) -m mypy benchmarks/gpu
 arch: setup ## Import contracts and layout
 	$(VENV)/bin/lint-imports && $(PY) -m pytest -q tests/architecture
 unit: setup ## Unit and property tests: no GPU, no network, about a minute

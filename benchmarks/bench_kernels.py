@@ -29,8 +29,9 @@ from infinilora.kernels.settings import LEVELS
 FLOOR_TARGET, TORCH_TARGET = 0.6, 2.0
 ROWS, RANKS, ADAPTERS = (8, 32, 64), (8, 16, 32, 64), (1, 4, 16, 64)
 DIMS = ((576, 576), (576, 1536), (4096, 4096))
-SKEWED = (19, 5, 3, 2, 1, 1, 1)
-"""Rows of each adapter where a few are asked for most."""
+EVEN: tuple[int, ...] = (2,) * 16
+SKEWED: tuple[int, ...] = (19, 5, 3, 2, 1, 1, 1)
+"""Rows of each adapter: where all are asked for alike, and where a few are asked for most."""
 
 
 def points() -> Iterator[Point]:
@@ -39,11 +40,11 @@ def points() -> Iterator[Point]:
     for dtype, (in_dim, out), rank, rows, adapters in itertools.product((bf16, fp32), DIMS, RANKS, ROWS, ADAPTERS):
         if adapters <= rows:
             yield Point(dtype, rank, in_dim, (out,), (rows // adapters,) * adapters)
-    for outs, rows in itertools.product(((576, 192, 192), (1536, 1536)), ((2,) * 16, SKEWED)):
-        yield Point(bf16, 16, 576, outs, rows)
-    for rows in ((2,) * 16, SKEWED):
-        yield Point(bf16, 16, 576, (1536, 1536), rows, MOE_GATE_UP)
-        yield Point(bf16, 16, 1536, (576,), rows, MOE_DOWN)
+    for outs, each in itertools.product(((576, 192, 192), (1536, 1536)), (EVEN, SKEWED)):
+        yield Point(bf16, 16, 576, outs, each)
+    for each in (EVEN, SKEWED):
+        yield Point(bf16, 16, 576, (1536, 1536), each, MOE_GATE_UP)
+        yield Point(bf16, 16, 1536, (576,), each, MOE_DOWN)
 
 
 def main() -> None:

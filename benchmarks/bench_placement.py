@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from harness import report
@@ -113,11 +114,11 @@ def run_once(num_adapters: int, num_groups: int, seed: int) -> list[float]:
     dice = random.Random(seed)
     begin = fleet(num_adapters, num_groups, dice)
     current: Table = {}
-    spent = []
+    spent: list[float] = []
     for situation in (begin, *after(begin, dice)):
         adapters = with_copies(situation.adapters, current)
         dice.shuffle(adapters)
-        plan, cpu_s, wall_s = timed(lambda a=adapters, s=situation, c=current: place(s.groups, a, c, fill=FILL))
+        plan, cpu_s, wall_s = timed(partial(place, situation.groups, adapters, current, fill=FILL))
         table = by_group(plan, situation.groups)
         check(situation, table)
         show(situation, plan, table, current, cpu_s, wall_s)

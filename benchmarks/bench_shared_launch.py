@@ -83,7 +83,7 @@ def measure_case(case: Case, in_dim: int, outs: tuple[int, ...], bytes_per_s: fl
     def together(layer: int) -> None:
         torch.cat(xs, out=x)
         kernels.dense(layer, 0, joined, x, y, accumulate=False)
-        for out, part in zip(replies, y.split(case.rows), strict=True):
+        for out, part in zip(replies, torch.split(y, case.rows), strict=True):
             out.copy_(part)
 
     apart_s, together_s = turns(apart, together, layers, n)

@@ -37,9 +37,9 @@ def main() -> None:
             start = time.perf_counter()
             simulate(fleet, costs, sizes, requests, Slo())
             rates[way.name].append(chosen.requests / (time.perf_counter() - start) * 60)
-    medians = {way: median(found[1:]) for way, found in rates.items()}
-    for way, found in medians.items():
-        print(f"{way}: {found:,.0f} requests a minute", flush=True)
+    medians = {name: median(found[1:]) for name, found in rates.items()}
+    for name, found in medians.items():
+        print(f"{name}: {found:,.0f} requests a minute", flush=True)
     report(
         "bench-simulate",
         min(medians.values()),
@@ -47,7 +47,7 @@ def main() -> None:
         unit="simulated requests per minute of wall time, the slowest of three ways",
         adapters=ADAPTERS,
         requests=chosen.requests,
-        by_way={way: round(found) for way, found in medians.items()},
+        by_way={name: round(found) for name, found in medians.items()},
         load_average=[round(value, 2) for value in os.getloadavg()],
         n=chosen.rounds,
     )

@@ -180,8 +180,8 @@ def weight_bytes(point: Point, buffers: Buffers) -> int:
     """What must come from memory at least: the weights in use, once."""
     weights = len(point.rows)
     if point.experts:
-        segments = buffers.ids.split(point.rows)
-        weights = sum(len(ids.unique()) for ids in segments)
+        segments = torch.split(buffers.ids, list(point.rows))
+        weights = sum(len(torch.unique(ids)) for ids in segments)
     return weights * point.block * point.dtype.itemsize
 
 
@@ -200,12 +200,13 @@ def torch_ways(point: Point, memory: Memory, buffers: Buffers) -> list[Way]:
         return []
     row_slot = torch.repeat_interleave(torch.arange(len(point.rows)), torch.tensor(point.rows))
     stacks = [memory.stacked(point, copy) for copy in range(point.copies)]
+    sizes = list(point.rows)
 
     def looped(computed: torch.dtype) -> Way:
         def way(i: int) -> None:
             (a, bt), x, out = stacks[i], buffers.xs[i % len(buffers.xs)], buffers.outs[i % len(buffers.outs)]
-            rows = zip(a, bt, x.to(computed).split(point.rows), out.split(point.rows), strict=True)
-            for mine, theirs, taken, to in rows:
+            taken_of, rows_of = torch.split(x.to(computed), sizes), torch.split(out, sizes)
+            for mine, theirs, taken, to in zip(a, bt, taken_of, rows_of, strict=True):
                 to.copy_((taken @ mine.to(computed).T) @ theirs.to(computed)).mul_(SCALE)
 
         return way

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from device import bytes_per_s, conditions, report, require_device
+from device import bytes_per_s, conditions, elapsed_s, report, require_device
 
 from infinilora.link.cuda import CudaEngineEnd
 from infinilora.link.cuda_driver import CudaMemory, Regions
@@ -87,13 +87,14 @@ def pipelined_us(end: CudaEngineEnd, num_bytes: int, n: int) -> float:
     """A trip where the next is launched before this one is back, as the sites of a step are."""
     x = torch.randn(num_bytes // 2 // COLS, COLS, device="cuda").bfloat16()
     y = torch.zeros_like(x)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(n):
-        end.wait(end.submit(1, 0, 0, x, COLS), y, deadline_s=5.0, add=False)
-    ended.record()
+
+    def trips() -> None:
+        for _ in range(n):
+            end.wait(end.submit(1, 0, 0, x, COLS), y, deadline_s=5.0, add=False)
+
+    took_s = elapsed_s(trips)
     end.verify()
-    return 1e3 * began.elapsed_time(ended) / n
+    return 1e6 * took_s / n
 
 
 def main() -> None:

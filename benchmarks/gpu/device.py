@@ -35,15 +35,18 @@ def graph_s(run: Callable[[int], object], copies: int, *, replays: int = 30) -> 
     with torch.cuda.graph(graph):
         for i in range(copies):
             run(i)
-    times = []
-    for _ in range(replays):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) * 1e-3 / copies)
+    times = [elapsed_s(graph.replay) / copies for _ in range(replays)]
     return statistics.median(times[replays // 5 :])
+
+
+def elapsed_s(run: Callable[[], object]) -> float:
+    """Seconds of what `run` launches on the current stream, from its beginning to its end there."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) * 1e-3
 
 
 def bytes_per_s(device: torch.device) -> float:

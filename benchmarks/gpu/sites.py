@@ -122,12 +122,10 @@ def _table(shape: Shape, adapters: int, rank: int, device: torch.device) -> Site
 
 def _rows_of(shape: Shape, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, topk_ids, topk_weights, out."""
-    bf16 = {"device": device, "dtype": torch.bfloat16}
     columns = sum(shape.outs)
     ids = torch.stack([torch.randperm(max(shape.experts, 1))[: shape.top_k] for _ in range(rows)]).int().to(device)
     weights = torch.rand(rows, shape.top_k, device=device)
-    if not shape.experts:
-        return torch.randn(rows, shape.in_dim, **bf16), ids, weights, torch.zeros(rows, columns, **bf16)
-    if shape.is_down:
-        return torch.randn(rows, shape.top_k, shape.in_dim, **bf16), ids, weights, torch.zeros(rows, columns, **bf16)
-    return torch.randn(rows, shape.in_dim, **bf16), ids, weights, torch.zeros(rows, shape.top_k, columns, **bf16)
+    choices = (shape.top_k,) if shape.experts else ()
+    x_choices, out_choices = (choices, ()) if shape.is_down else ((), choices)
+    x = torch.randn(rows, *x_choices, shape.in_dim, device=device, dtype=torch.bfloat16)
+    return x, ids, weights, torch.zeros(rows, *out_choices, columns, device=device, dtype=torch.bfloat16)
