@@ -151,6 +151,7 @@ class Calls:
             out_dim=point.out_dim,
             accumulate=0,
             first_column=abi.WHOLE,
+            first_input=abi.WHOLE,
         )
         kinds = {MOE_GATE_UP: abi.MEASURE_GATE_UP, MOE_DOWN: abi.MEASURE_DOWN}
         return abi.MeasuredCall(

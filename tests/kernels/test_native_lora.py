@@ -172,13 +172,27 @@ def test_an_embedding_adds_the_expanded_column_of_each_token(*, is_native: bool)
     assert np.abs(wanted[:2] - wanted[3:5]).max() > FAULT
 
 
+@pytest.mark.parametrize("edges", [(0, IN_DIM), (0, 1, IN_DIM), (0, 37, 90, IN_DIM)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slices_of_the_inputs_sum_to_the_site(dtype: torch.dtype, edges: tuple[int, ...], level: int) -> None:
+    bound = with_bias(make_bound(dtype), {2})
+    kernels = make_kernels(bound, Site.O, IN_DIM, OUT_DIM)
+    x, parts = torch.randn(NUM_ROWS, IN_DIM), []
+    for begin, end in itertools.pairwise(edges):
+        parts.append(poisoned(NUM_ROWS, OUT_DIM))
+        kernels.dense_columns(1, Site.O, segment_table(SEGMENTS), x[:, begin:end], parts[-1], first=0, first_in=begin)
+    assert largest_error(torch.stack(parts).sum(0), lora_maths.dense(bound, SEGMENTS, x, OUT_DIM)) < 2e-5
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])
 @pytest.mark.parametrize("first_in", [0, 3])
-def test_parts_of_the_input_sum_to_the_whole_delta_with_its_bias_once(first_in: int) -> None:
+def test_parts_of_the_input_sum_to_the_whole_delta_with_its_bias_once(first_in: int, *, is_native: bool) -> None:
     rng = torch.Generator().manual_seed(9)
     (part,) = lora_maths.random_site(rng, (3,), (6,), in_dim=8)
     bias = torch.arange(6.0)
     biased = Part(part.a, part.bt, part.scale, 0, bias)
     kernels, segments = SlotKernels(num_slots=1, num_layers=1), segment_table([(1, 2, 0)])
+    kernels._library = kernels._library if is_native else None
     kernels.bind(0, 0, Site.O, (biased,), 8, 6)
     x = torch.randn(4, 8, generator=rng)
     out, whole = torch.ones(4, 5), torch.ones(4, 6)
@@ -192,6 +206,8 @@ def test_parts_of_the_input_sum_to_the_whole_delta_with_its_bias_once(first_in: 
     assert largest_error(whole[1:3], wanted[1:3].numpy()) < 1e-5
     with pytest.raises(ValueError, match=r"found columns 3..10 -> columns 0..6; the site is 8 -> 6"):
         kernels.dense_columns(0, Site.O, segments, torch.zeros(4, 7), whole, first=0, first_in=3)
+    with pytest.raises(ValueError, match="from -1 on"):
+        kernels.dense_columns(0, Site.O, segments, torch.zeros(4, 7), whole, first=0, first_in=-1)
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "reference"])

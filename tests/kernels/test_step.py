@@ -42,12 +42,13 @@ class Step:
         row_start: int = 0,
         in_cols: int = COLS,
         out_cols: int = COLS,
+        inputs: tuple[int, int] = (0, 0),
         runs: tuple[int, ...] = (),
         ids: torch.Tensor | None = None,
     ) -> tuple[int, list[float]]:
         """Status, and the first column."""
         x, self.out = torch.ones(ROWS, COLS), torch.full((ROWS, out_cols), -1.0)
-        call = step_id, layer, site, row_start, ROWS, in_cols, out_cols, 0 if ids is None else 1, 0
+        call = step_id, layer, site, row_start, ROWS, in_cols, out_cols, *inputs, 0 if ids is None else 1, 0
         asked = torch.tensor(runs, dtype=torch.int32)
         chosen = None if ids is None else ids.data_ptr()
         tensors = asked.data_ptr(), len(runs) // 2, x.data_ptr(), chosen, None, self.out.data_ptr()
@@ -120,6 +121,39 @@ def test_runs_that_a_site_or_an_answer_has_no_room_for_are_left_to_python(
     assert step.call(site=site, runs=runs, out_cols=out_cols)[0] == DECLINED
 
 
+@pytest.mark.parametrize("runs", [(), (3, 5, 6, 9)], ids=["all columns", "runs"])
+@pytest.mark.parametrize(("first", "bias"), [(0, 0.5), (3, 0.0), (12, 0.0)])
+def test_inputs_that_a_shard_has_give_their_part_and_the_first_of_them_the_bias(
+    step: Step, first: int, bias: float, runs: tuple[int, ...]
+) -> None:
+    a, bt = torch.arange(20.0)[None], torch.arange(10.0)[None]
+    parts = (Part(a=a, bt=bt, scale=0.5, out_offset=0, bias=torch.full((10,), 0.5)),)
+    step.kernels.bind(2, 0, 3, parts, 20, 10)
+    step.load((1, 2, 2))
+    columns = [3, 4, 6, 7, 8] if runs else list(range(10))
+    status, _ = step.call(site=3, out_cols=len(columns), inputs=(first, first + COLS), runs=runs)
+    wanted = [0.5 * sum(range(first, first + COLS)) * column + bias for column in columns]
+    assert status == COMPUTED
+    assert step.out.tolist() == [[0.0] * len(columns), wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("site", "inputs"),
+    [
+        (SITE, (1, 1 + COLS)),
+        (SITE, (0, COLS - 1)),
+        (SITE, (9, 1)),
+        (SITE, (1 << 31, (1 << 31) + COLS)),
+        (EMBED, (0, COLS)),
+        (MOE_DOWN, (0, COLS)),
+    ],
+    ids=str,
+)
+def test_inputs_that_a_site_has_not_are_left_to_python(step: Step, site: int, inputs: tuple[int, int]) -> None:
+    step.load((0, 3, 2))
+    assert step.call(site=site, inputs=inputs)[0] == DECLINED
+
+
 def test_token_ids_are_expanded_as_the_rows_of_the_plan(step: Step) -> None:
     step.bind(EMBED)
     step.load((1, 2, 2))
@@ -180,7 +214,7 @@ def named_call(step: Step, site: int, rows: list[int]) -> tuple[int, torch.Tenso
     heads = torch.tensor(rows, dtype=torch.int32)[:, None]
     table, routed = torch.cat([heads, ids], 1), torch.cat([torch.full_like(heads, 9).float(), weights], 1)
     out = torch.full((len(rows), COLS if is_down else PICKS * COLS), torch.nan)
-    call = 9, 0, site, 77, len(rows), x.shape[1], out.shape[1], PICKS + 1, 8
+    call = 9, 0, site, 77, len(rows), x.shape[1], out.shape[1], 0, 0, PICKS + 1, 8
     status = step.compute(
         step.native.address,
         *call,

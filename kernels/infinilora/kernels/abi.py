@@ -43,7 +43,7 @@ class SiteDescriptor(Structure):
 
 
 WHOLE = -1
-"""`first_column` of a launch whose output has all columns of the site."""
+"""`first_column` of a launch whose output has all columns of the site, `first_input` of one whose input has."""
 
 
 class Launch(Structure):
@@ -61,6 +61,7 @@ class Launch(Structure):
         ("out_dim", c_int32),
         ("accumulate", c_int32),
         ("first_column", c_int32),
+        ("first_input", c_int32),
     )
 
 
@@ -111,7 +112,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "il_lora_moe_gate_up": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _I64)),
     "il_lora_moe_down": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _PTR, _I64)),
     "il_measure_lora": (_I32, (_PTR, _I32)),
-    "il_step_compute": (_I32, (_PTR, c_uint64, *[c_uint32] * 8, _PTR, c_uint32, _PTR, _PTR, _PTR, _PTR)),
+    "il_step_compute": (_I32, (_PTR, c_uint64, *[c_uint32] * 10, _PTR, c_uint32, _PTR, _PTR, _PTR, _PTR)),
     "il_step_shut": (None, (_PTR, c_uint64)),
     "il_paged_attention": (None, (_PTR,)),
     "il_rms_norm": (None, (_PTR, _I64, _PTR, _I64, _PTR, c_float, _PTR, _I32, _I32)),

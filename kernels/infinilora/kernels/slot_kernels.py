@@ -128,13 +128,14 @@ class SlotKernels:
         """out[t, j] (+)= column `first + j` of the site's delta: of a row too wide to be sent, or what a shard has.
 
         x [T, in], or with `first_in` those of its columns that begin there, for their part of the sum; out [T,
-        columns]. Reads only those columns of A and Bt. Plain torch on a GPU, and for some columns of x.
+        columns]. Reads only those columns of A and Bt. Plain torch on a GPU.
         """
         place = self._place(layer, site)
-        if first < 0:
-            raise ValueError(f"a slice of columns from {first} on")
-        if self._library is not None and first_in is None:
-            self._native_dense(self._library, place, segments, x, out, accumulate=accumulate, first=first)
+        if min(first, first_in or 0) < 0:
+            raise ValueError(f"a slice of columns from {min(first, first_in or 0)} on")
+        if self._library is not None:
+            args = self._library, place, segments, x, out
+            self._native_dense(*args, accumulate=accumulate, first=first, first_in=first_in)
             return
         end, width = first + out.shape[1], x.shape[1]
         begin_in, end_in = first_in or 0, (first_in or 0) + width
@@ -241,9 +242,11 @@ class SlotKernels:
         *,
         accumulate: bool,
         first: int,
+        first_in: int | None = None,
     ) -> None:
         x, wide = _fp32_rows(x), _fp32_out(out)
         launch = self._launch(place, segments, x.shape[0], 1, x.shape[1], out, accumulate=accumulate, first=first)
+        launch.first_input = WHOLE if first_in is None else first_in
         status = library.il_lora_dense(ctypes.byref(launch), x.data_ptr(), x.stride(0), wide.data_ptr(), wide.stride(0))
         self._finish(status, place, segments, launch, wide, out)
 
@@ -297,6 +300,7 @@ class SlotKernels:
             out.shape[-1],
             accumulate,
             first,
+            WHOLE,
         )
 
     def _finish(
@@ -328,9 +332,14 @@ def _device_sites(num_slots: int, num_layers: int, device: torch.device) -> "Dev
 
 
 def _columns(launch: Launch) -> str:
-    first, columns = launch.first_column, launch.out_dim
-    wanted = f"{columns} columns" if first == WHOLE else f"columns {first}..{first + columns}"
-    return f"{launch.in_dim} -> {wanted}"
+    inputs, outputs = launch.first_input, launch.first_column
+    taken = str(launch.in_dim) if inputs == WHOLE else _run(inputs, launch.in_dim)
+    wanted = f"{launch.out_dim} columns" if outputs == WHOLE else _run(outputs, launch.out_dim)
+    return f"{taken} -> {wanted}"
+
+
+def _run(first: int, count: int) -> str:
+    return f"columns {first}..{first + count}"
 
 
 def _least_and_most(ids: Tensor) -> tuple[int, int]:

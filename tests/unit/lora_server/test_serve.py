@@ -207,10 +207,13 @@ def test_runs_that_fit_no_site_or_answer_are_refused_not_guessed(
 
 def test_native_kernels_answer_slices_without_python(tmp_path: Path) -> None:
     with living(tmp_path, SlotKernels(num_slots=4, num_layers=2)) as link:
+        a = torch.arange(2.0 * COLS)[None]
+        link.kernels.bind(1, 0, Site.DOWN, (Part(a, torch.ones(1, COLS), 1.0, 0),), 2 * COLS, COLS)
         link.engine.send_plan(1, [PlanSegment(1, 2, 1, 7)])
         link.call()
         link.thread._site_call = None  # type: ignore[assignment, method-assign]  # Python cannot answer any more
         assert link.call(out_slice=(0, COLS))[:, 5].tolist() == [0.0, 16.0, 16.0, 0.0]
+        assert link.call(site=Site.DOWN, in_slice=(COLS, 2 * COLS))[:, 5].tolist() == [0.0, 92.0, 92.0, 0.0]
 
 
 def test_an_embedding_is_computed_from_token_ids_alone(link: Link) -> None:

@@ -35,9 +35,9 @@ constexpr int kLeastTiled = 5, kAheadBytes = 512;  // of 5, 9, 17 and 256, 512 t
 // v[i, rank] = x[i] . a[rank], for rows [0, rows) and ranks [rank, rank + ranks).
 struct ShrinkChunk {
   const float* const* x;  // one pointer for each row
-  const void* a;          // [r, in]
+  const void* a;          // [r, in], rows a_stride elements apart
   float* v;
-  int64_t v_stride;
+  int64_t a_stride, v_stride;
   int32_t in;
   int32_t rows, rank, ranks;
   Region next;            // asked for while the last of A is worked on

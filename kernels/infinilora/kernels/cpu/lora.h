@@ -42,6 +42,7 @@ struct il_launch {
   int32_t in_dim, out_dim;     // of the site, as the caller's tensors have them
   int32_t accumulate;
   int32_t first_column;        // of the site, where out has a slice of its columns; kWhole: out has all
+  int32_t first_input;         // likewise where x has a slice of its inputs: out then has their part of the delta
 };
 
 enum { kWhole = -1 };
@@ -50,7 +51,8 @@ enum { kWhole = -1 };
 // Nothing is written then. Strides are of rows, in floats; within a row all is contiguous.
 enum { kBadSegment = 1, kBadSite = 2 };
 
-// x [rows, in] -> out [rows, out]. Of a slice of columns only those of Bt are read.
+// x [rows, in] -> out [rows, out]. Of a slice only those columns of A and Bt are read. A bias belongs to the part of
+// the first input.
 int32_t il_lora_dense(const il_launch* launch, const float* x, int64_t x_stride, float* out, int64_t out_stride);
 
 // token_ids [rows] -> out [rows, out]: as il_lora_dense of a one-hot x. The launch's in_dim is of no account; an id

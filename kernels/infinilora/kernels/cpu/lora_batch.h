@@ -42,13 +42,16 @@ struct Arena {
   }
 };
 
+// Of a slice of the inputs that begins later: null. It comes with the first of them.
+const float* bias_of(const il_part& part, const il_launch& l) { return l.first_input > 0 ? nullptr : part.bias; }
+
 // What a part adds to in a launch: columns [first, first + count) of the part, from column `at` of out on.
 struct Place {
   int first, count, at;
 };
 
 Place place_of(const il_part& part, const il_launch& l) {
-  if (part.rank == 0 && part.bias == nullptr) return {};
+  if (part.rank == 0 && bias_of(part, l) == nullptr) return {};
   int from = l.first_column == kWhole ? 0 : l.first_column;
   int begin = max(part.out_offset, from), end = min(part.out_offset + part.out, from + l.out_dim);
   return {begin - part.out_offset, max(end - begin, 0), begin - from};
@@ -97,17 +100,21 @@ struct Batch {
   }
 
   void add(const il_launch& l, const il_site& site, int expert, int segment, const Bundle& b) {
+    const bool has_all_inputs = l.first_input == kWhole;
     for (int p = 0; p < site.num_parts; ++p) {
       const il_part& part = site.parts[p];
       const Place place = place_of(part, l);
       if (place.count == 0) continue;
+      const int64_t a_start = expert * part.a_expert_stride + (has_all_inputs ? 0 : l.first_input);
       const int64_t bt_start = expert * part.bt_expert_stride + place.first;
-      list[count++] = {.a = element(part.a, expert * part.a_expert_stride, site.dtype),
+      const float* bias = bias_of(part, l);
+      list[count++] = {.a = element(part.a, a_start, site.dtype),
                        .bt = element(part.bt, bt_start, site.dtype),
-                       .bias = part.bias == nullptr ? nullptr : part.bias + place.first,
+                       .bias = bias == nullptr ? nullptr : bias + place.first,
                        .x = b.x, .out = b.out, .weight = b.weight,
-                       .v = arena.take<float>(static_cast<size_t>(b.rows) * part.rank), .bt_stride = part.out,
-                       .dtype = site.dtype, .in = site.in, .rank = part.rank, .columns = place.count,
+                       .v = arena.take<float>(static_cast<size_t>(b.rows) * part.rank),
+                       .a_stride = site.in, .bt_stride = part.out, .dtype = site.dtype,
+                       .in = has_all_inputs ? site.in : l.in_dim, .rank = part.rank, .columns = place.count,
                        .out_offset = place.at, .rows = b.rows, .segment = segment, .scale = part.scale};
     }
   }
@@ -162,7 +169,8 @@ int32_t fault(const il_launch& l, int in, bool is_moe) {
     bool covers = l.first_column == kWhole
                       ? site->out == l.out_dim
                       : l.first_column >= 0 && l.out_dim > 0 && l.out_dim <= site->out - l.first_column;
-    bool takes = in == kAnyWidth || site->in == in;
+    bool takes = l.first_input == kWhole ? in == kAnyWidth || site->in == in
+                                         : l.first_input >= 0 && in > 0 && in <= site->in - l.first_input;
     if (!takes || !covers || (site->num_experts > 0) != is_moe) return kBadSite + 4 * s;
   }
   return 0;

@@ -1,4 +1,4 @@
-// LoRA deltas of dense sites, whole or a slice of their columns, and of the embedding.
+// LoRA deltas of dense sites, whole or of a slice of their columns or inputs, and of the embedding.
 #include "lora_batch.h"
 #include "vec.h"
 
@@ -51,7 +51,7 @@ void pick_columns(const Group& g, const int32_t* token_ids) {
   const W* a = static_cast<const W*>(g.a);
   for (int i = 0; i < g.rows; ++i)
     for (int r = 0; r < g.rank; ++r)
-      g.v[static_cast<int64_t>(i) * g.rank + r] = g.scale * widen(a[static_cast<int64_t>(r) * g.in + token_ids[i]]);
+      g.v[static_cast<int64_t>(i) * g.rank + r] = g.scale * widen(a[r * g.a_stride + token_ids[i]]);
 }
 
 void pick_columns(const Group& g, const int32_t* token_ids) {

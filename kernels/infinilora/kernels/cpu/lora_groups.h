@@ -14,14 +14,14 @@ namespace il {
 namespace {
 
 struct Group {
-  const void* a;          // [rank, in]
+  const void* a;          // [rank, in], a_stride apart
   const void* bt;         // [rank, columns], bt_stride apart
   const float* bias;      // [columns] or null
   const float* const* x;  // [rows]
   float* const* out;      // [rows]
   const float* weight;    // [rows] or null: router weights
   float* v;               // [rows, rank]
-  int64_t bt_stride;
+  int64_t a_stride, bt_stride;
   int32_t dtype, in, rank, columns, out_offset, rows, segment;
   float scale;
 };
@@ -53,8 +53,8 @@ int64_t cost_ns(const Group& g, int rows) {
 }
 
 Region rows_of_a(const Group& g, int rank) {
-  const int bytes = g.in * width(g.dtype);
-  return {static_cast<const char*>(g.a) + static_cast<int64_t>(rank) * bytes, bytes, min(kRankStep, g.rank - rank), bytes};
+  const int64_t stride = g.a_stride * width(g.dtype);
+  return {static_cast<const char*>(g.a) + rank * stride, stride, min(kRankStep, g.rank - rank), g.in * width(g.dtype)};
 }
 
 // Where expand begins to read.
@@ -67,7 +67,7 @@ Region start_of_bt(const Group& g, int column, int rows) {
 
 void shrink(const Group& g, int row, int rows, int rank, int ranks, const Region& next) {
   float* v = g.v + static_cast<int64_t>(row) * g.rank;
-  kernels().shrink[g.dtype]({g.x + row, g.a, v, g.rank, g.in, rows, rank, ranks, next});
+  kernels().shrink[g.dtype]({g.x + row, g.a, v, g.a_stride, g.rank, g.in, rows, rank, ranks, next});
   for (int i = 0; i < rows; ++i) {
     float scale = g.weight == nullptr ? g.scale : g.scale * g.weight[row + i];
     for (int r = rank; r < rank + ranks; ++r) v[static_cast<int64_t>(i) * g.rank + r] *= scale;

@@ -87,10 +87,10 @@ IL_INLINE void store_sums(vf* of, float* to, bool add) {
   }
 }
 
-// v[i, Ranks] (+)= x[i][first..end) . a[Ranks], rows of a `in` apart; `lines` of what comes next at each step.
+// v[i, Ranks] (+)= x[i][first..end) . a[Ranks], rows of a a_stride apart; `lines` of what comes next at each step.
 template <class W, int Rows, int Ranks>
 void shrink_block(const ShrinkChunk& c, int row, int rank, int first, int end, Fetcher& next, int lines) {
-  const W* a = static_cast<const W*>(c.a) + static_cast<int64_t>(rank) * c.in;
+  const W* a = static_cast<const W*>(c.a) + rank * c.a_stride;
   const float* x[Rows];
   IL_UNROLL for (int i = 0; i < Rows; ++i) x[i] = c.x[row + i];
   vf sums[Rows][Ranks] = {};
@@ -100,13 +100,13 @@ void shrink_block(const ShrinkChunk& c, int row, int rank, int first, int end, F
     vf xv[Rows];
     IL_UNROLL for (int i = 0; i < Rows; ++i) xv[i] = load(x[i] + k);
     IL_UNROLL for (int r = 0; r < Ranks; ++r) {
-      vf av = load(a + static_cast<int64_t>(r) * c.in + k);
+      vf av = load(a + r * c.a_stride + k);
       IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += xv[i] * av;
     }
   }
   if (k < end) {
     IL_UNROLL for (int r = 0; r < Ranks; ++r) {
-      vf av = load_first(a + static_cast<int64_t>(r) * c.in + k, end - k);
+      vf av = load_first(a + r * c.a_stride + k, end - k);
       IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += load_first(x[i] + k, end - k) * av;
     }
   }
@@ -136,8 +136,8 @@ void shrink(const ShrinkChunk& c) {
   const int end_rank = c.rank + c.ranks;
   const int panel = parts_of(parts_of(c.in, parts_of(c.in, kMost)), 64) * 64;
   auto block = [&](int rank, int first) {
-    return Region{static_cast<const W*>(c.a) + static_cast<int64_t>(rank) * c.in + first,
-                  static_cast<int64_t>(c.in * sizeof(W)), ranks_from(rank, end_rank),
+    return Region{static_cast<const W*>(c.a) + rank * c.a_stride + first,
+                  static_cast<int64_t>(c.a_stride * sizeof(W)), ranks_from(rank, end_rank),
                   static_cast<int32_t>(least(panel, c.in - first) * sizeof(W))};
   };
   for (int first = 0, end; first < c.in; first = end) {

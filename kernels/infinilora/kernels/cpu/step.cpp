@@ -72,7 +72,7 @@ class Tail {
 };
 
 struct Call {
-  int32_t site, rows, in, out, topk;
+  int32_t site, rows, in, out, first_input, topk;
   const float* x;
   const int32_t* ids;
   const float* weights;
@@ -99,9 +99,11 @@ int32_t launch_runs(il_launch& l, const Call& c) {
 int32_t launch(const il_step& step, int64_t place, const il_segment* segments, int num_segments, const Call& c) {
   il_launch l{.sites = step.table + place, .slot_stride = step.slot_stride, .segments = segments,
               .num_segments = num_segments, .num_slots = step.num_slots, .rows = c.rows, .topk = 1,
-              .in_dim = c.in, .out_dim = c.out, .accumulate = 0, .first_column = kWhole};
+              .in_dim = c.in, .out_dim = c.out, .accumulate = 0, .first_column = kWhole,
+              .first_input = c.first_input};
   const bool is_moe = c.site == kMoeGateUp || c.site == kMoeDown;
-  if (c.num_runs) return is_moe || c.site == kEmbed ? kBadSite : launch_runs(l, c);
+  if ((c.num_runs || c.first_input != kWhole) && (is_moe || c.site == kEmbed)) return kBadSite;
+  if (c.num_runs) return launch_runs(l, c);
   if (c.site == kEmbed) return c.ids == nullptr || c.topk != 1 ? kBadSite : il_lora_embed(&l, c.ids, c.to, c.out);
   if (!is_moe) return il_lora_dense(&l, c.x, c.in, c.to, c.out);
   const int32_t routed = c.site == kMoeGateUp ? c.out : c.in;
@@ -141,12 +143,15 @@ int32_t compute_named(const il_step& step, uint32_t layer, Call c) {
 }  // namespace il
 
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
-                        const uint32_t* runs, uint32_t num_runs, const float* x, const int32_t* ids, const float* weights, float* out) {
+                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t in_begin, uint32_t in_end,
+                        uint32_t topk, uint32_t has_rows, const uint32_t* runs, uint32_t num_runs, const float* x,
+                        const int32_t* ids, const float* weights, float* out) {
   if (step->step_id != step_id || site >= uint32_t(il::kSites)) return kDeclined;
   if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
-  const il::Call call{int32_t(site), int32_t(rows), int32_t(in_cols), int32_t(out_cols), int32_t(topk),
-                      x,             ids,           weights,          out,               runs,         num_runs};
+  if (in_end && (in_end > INT32_MAX || in_begin >= in_end || in_end - in_begin != in_cols)) return kDeclined;
+  const il::Call call{.site = int32_t(site), .rows = int32_t(rows), .in = int32_t(in_cols), .out = int32_t(out_cols),
+                      .first_input = in_end ? int32_t(in_begin) : kWhole, .topk = int32_t(topk), .x = x, .ids = ids,
+                      .weights = weights, .to = out, .runs = runs, .num_runs = num_runs};
   __atomic_store_n(&step->busy, 1u, __ATOMIC_SEQ_CST);
   int32_t status = kDeclined;
   if (__atomic_load_n(&step->version, __ATOMIC_SEQ_CST) == step->granted_version)

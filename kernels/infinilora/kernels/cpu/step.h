@@ -24,10 +24,12 @@ enum { kComputed = 0, kDeclined = 1 };
 // One site call in fp32, rows side by side as on the link; writes out [rows, out_cols] whole. kDeclined, and nothing
 // written that counts, where the grants have moved or Python is needed: it finds out why, and says so. With `has_rows`
 // the first of the topk ids of each row is its row of the step, and the first of its weights is nothing. With `runs`,
-// pairs [begin, end), the columns of out are those runs of a dense site's, side by side.
+// pairs [begin, end), the columns of out are those runs of a dense site's, side by side. With in_end not 0, x has the
+// inputs [in_begin, in_end) of a dense site, and out is their part of the delta.
 int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
-                        const uint32_t* runs, uint32_t num_runs, const float* x, const int32_t* ids, const float* weights, float* out);
+                        uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t in_begin, uint32_t in_end,
+                        uint32_t topk, uint32_t has_rows, const uint32_t* runs, uint32_t num_runs, const float* x,
+                        const int32_t* ids, const float* weights, float* out);
 
 // The grants are of this version from now on; returns when no kernel runs by an earlier one.
 void il_step_shut(il_step* step, uint64_t version);

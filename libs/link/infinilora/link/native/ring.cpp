@@ -399,8 +399,9 @@ bool fits(const FrameHeader& h, uint64_t capacity) {
 
 // Computes one site call, in fp32, into `out`; anything but 0: it did not, the frame is for Python.
 using Compute = int32_t (*)(void* program, uint64_t step_id, uint32_t layer, uint32_t site, uint32_t row_start,
-                            uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t topk, uint32_t has_rows,
-                            const uint32_t* runs, uint32_t num_runs, const float* x, const int32_t* ids, const float* weights, float* out);
+                            uint32_t rows, uint32_t in_cols, uint32_t out_cols, uint32_t in_begin, uint32_t in_end,
+                            uint32_t topk, uint32_t has_rows, const uint32_t* runs, uint32_t num_runs, const float* x,
+                            const int32_t* ids, const float* weights, float* out);
 
 struct Times {  // of site calls computed; written by the serving thread alone
   uint64_t calls;
@@ -456,7 +457,7 @@ struct Server : Rings {  // begins as zeros
   }
 
   bool computes(FrameHeader* h, Compute compute, void* program) {
-    if (h->kind != kSite || h->in_end) return false;
+    if (h->kind != kSite) return false;
     const bool has_runs = h->flags & kHasRuns;
     const auto* runs = has_runs ? reinterpret_cast<const uint32_t*>(h->trace) : &h->out_begin;
     uint32_t num_runs = 0;
@@ -471,8 +472,8 @@ struct Server : Rings {  // begins as zeros
       x32 = wide, out32 = wide + inputs;
       best_moves().take[h->dtype][kF32][0](x, reinterpret_cast<char*>(x32), inputs);
     }
-    if (compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->topk,
-                h->flags & kHasRows, runs, num_runs, x32,
+    if (compute(program, h->step_id, h->layer, h->site, h->row_start, h->rows, h->in_cols, h->out_cols, h->in_begin,
+                h->in_end, h->topk, h->flags & kHasRows, runs, num_runs, x32,
                 h->flags & kHasIds ? reinterpret_cast<int32_t*>(ids) : nullptr,
                 h->flags & kHasWeights ? reinterpret_cast<float*>(weights) : nullptr, out32))
       return false;
