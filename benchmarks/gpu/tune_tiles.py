@@ -20,11 +20,11 @@ from device import conditions, graph_s, require_device
 from sites import SHAPES, Shape, Site, make_site
 from triton.runtime.errors import OutOfResources
 
-from infinilora.kernels.shrink import SPECIALIZED_RANK_BLOCK
+from infinilora.kernels.shrink import can_specialize
 from infinilora.kernels.tile_table import MEASURED, Cut, Launch, TileTable
 
-ROWS = ((16, 8), (64, 8), (512, 8))
-"""(rows, adapters)."""
+ROWS = ((16, 8), (64, 8), (64, 1), (512, 64), (512, 8))
+"""(rows, adapters): both sizes of tiles where rows are many."""
 RANKS, EXPERT_RANKS = (16, 64, 256), (16, 64)
 PER_SM = (0, 1, 2, 4)
 WORTH = 0.97
@@ -46,7 +46,7 @@ def time_site(site: Site) -> float | None:
 def variants(launch: Launch, cut: Cut) -> list[Cut]:
     """The same blocks: walked and read in every other way that there is for them."""
     others = [replace(cut, per_sm=n, loads=loads) for n in PER_SM for loads in ("pointers", "descriptors")]
-    if launch.op == "shrink" and launch.rank >= SPECIALIZED_RANK_BLOCK:
+    if launch.op == "shrink" and can_specialize(launch.tile_rows, launch.rank):
         others.append(replace(cut, per_sm=0, loads="specialized"))
     return [other for other in others if other != cut]
 
@@ -84,12 +84,12 @@ def write(out: Path, found: Mapping[Launch, Cut], facts: Mapping[str, Any]) -> N
     out.write_text(json.dumps({**facts, "entries": entries}, indent=1) + "\n")
 
 
-def launches(shape: Shape, rows: int, rank: int) -> list[tuple[Launch, list[Cut]]]:
+def launches(shape: Shape, rows: int, rank: int, tile_rows: int) -> list[tuple[Launch, list[Cut]]]:
     """Both of a site, as its kernels look them up: an expert site has a row for each choice."""
     pairs = rows * shape.top_k
     return [
-        (Launch("shrink", 16, pairs, rank, shape.in_dim).rounded(), SHRINKS),
-        (Launch("expand", 16, pairs, rank, sum(shape.outs)).rounded(), EXPANDS),
+        (Launch("shrink", 16, pairs, rank, shape.in_dim, tile_rows).rounded(), SHRINKS),
+        (Launch("expand", 16, pairs, rank, sum(shape.outs), tile_rows).rounded(), EXPANDS),
     ]
 
 
@@ -106,7 +106,7 @@ def main() -> None:
         if shape.experts and rank not in EXPERT_RANKS:
             continue
         site = make_site(shape, rows=rows, adapters=adapters, rank=rank, device=device, path="grouped")
-        for launch, cuts in launches(shape, rows, rank):
+        for launch, cuts in launches(shape, rows, rank, site.block_rows):
             if launch not in found and (cut := best(site, launch, cuts)):
                 found[launch] = cut
     write(out, found, conditions(device))

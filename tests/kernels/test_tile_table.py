@@ -9,9 +9,9 @@ import torch
 from infinilora.kernels.batch import segment_table
 from infinilora.kernels.tile_table import MEASURED, Cut, Launch, TileTable
 from support import lora_maths
-from support.triton_sites import TOLERANCE, largest_error, make_bound, make_table, poisoned
+from support.triton_sites import TOLERANCE, RecordingTable, largest_error, make_bound, make_table, poisoned
 
-ENTRY = {"op": "shrink", "bits": 16, "rows": 64, "rank": 16, "dim": 4096}
+ENTRY = {"op": "shrink", "bits": 16, "rows": 64, "rank": 16, "dim": 4096, "tile_rows": 16}
 CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3, "per_sm": 2, "loads": "descriptors"}
 
 
@@ -23,14 +23,15 @@ def written(path: Path, *entries: dict[str, object]) -> Path:
 def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -> None:
     table = TileTable.read(written(tmp_path / "sm_90.json", ENTRY | CUT))
     cut = Cut(128, 8, 4, 3, 2, "descriptors")
-    assert table.find(Launch("shrink", 16, 64, 16, 4096)) == cut
-    assert table.find(Launch("shrink", 16, 33, 9, 2049)) == cut
+    assert table.find(Launch("shrink", 16, 64, 16, 4096, 16)) == cut
+    assert table.find(Launch("shrink", 16, 33, 9, 2049, 16)) == cut
     for other in (
-        Launch("expand", 16, 64, 16, 4096),
-        Launch("shrink", 32, 64, 16, 4096),
-        Launch("shrink", 16, 32, 16, 4096),
-        Launch("shrink", 16, 64, 17, 4096),
-        Launch("shrink", 16, 64, 16, 2048),
+        Launch("expand", 16, 64, 16, 4096, 16),
+        Launch("shrink", 32, 64, 16, 4096, 16),
+        Launch("shrink", 16, 32, 16, 4096, 16),
+        Launch("shrink", 16, 64, 17, 4096, 16),
+        Launch("shrink", 16, 64, 16, 2048, 16),
+        Launch("shrink", 16, 64, 16, 4096, 64),
     ):
         assert table.find(other) is None
 
@@ -88,16 +89,35 @@ def test_the_tables_that_are_delivered_can_be_read() -> None:
 def test_a_launch_is_cut_by_the_table_and_gives_the_same(device: str) -> None:
     from infinilora.kernels.moe import dense
     from infinilora.kernels.shrink import shrink
-    from infinilora.kernels.tiles import StepRows
+    from infinilora.kernels.tiles import SMALL, StepRows
 
     segments, x = ((0, 2, 0), (2, 3, 1)), torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     bound = make_bound(((6,), (20,)), (70,), in_dim=300, dtypes=[torch.float32])
     table = make_table(bound, num_parts=1, in_dim=300, out_dim=70, device=device)
     rows = StepRows.of(segment_table(segments), 5, device)
-    cuts = {Launch("shrink", 32, 5, 20, 300): Cut(32, 4, 4, 2), Launch("expand", 32, 5, 20, 70): Cut(16, 0, 2, 2)}
-    table.tiles = TileTable({launch.rounded(): cut for launch, cut in cuts.items()})
+    shrunk, expanded = Launch("shrink", 32, 5, 20, 300, SMALL), Launch("expand", 32, 5, 20, 70, SMALL)
+    cuts = {shrunk: Cut(32, 4, 4, 2), expanded: Cut(16, 0, 2, 2)}
+    table.tiles = tiles = RecordingTable({launch.rounded(): cut for launch, cut in cuts.items()})
     v = shrink(table, x.to(device), rows.tiles, order=None, top_k=1, num_rows=5, block_rows=rows.block_rows)
     assert v.shape[0] == 4
     out = poisoned(5, 70, device=device)
     dense(table, rows, x.to(device), out, accumulate=False, path="grouped")
+    ranges, columns = 2 * 4, 2 * 5
+    assert [items for items, _ in tiles.launched] == [ranges, ranges, columns]
     assert largest_error(out, lora_maths.dense(bound, segments, x, 70)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("dtypes", "splits"), [([torch.bfloat16], 4), ([torch.bfloat16, torch.float32], 1)])
+def test_blocks_measured_on_narrow_weights_are_not_used_on_wide_ones(
+    device: str, dtypes: list[torch.dtype], splits: int
+) -> None:
+    """Which take twice the memory of a multiprocessor, and perhaps more than there is."""
+    from infinilora.kernels.shrink import shrink
+    from infinilora.kernels.tiles import SMALL, StepRows
+
+    bound = make_bound(((6,), (20,)), (8,), in_dim=300, dtypes=dtypes)
+    table = make_table(bound, num_parts=1, in_dim=300, out_dim=8, device=device)
+    table.tiles = TileTable({Launch("shrink", 16, 5, 20, 300, SMALL).rounded(): Cut(32, 4, 4, 2)})
+    rows, x = StepRows.of(segment_table(((0, 2, 0), (2, 3, 1))), 5, device), torch.zeros(5, 300, dtype=torch.bfloat16)
+    v = shrink(table, x.to(device), rows.tiles, order=None, top_k=1, num_rows=5, block_rows=rows.block_rows)
+    assert v.shape[0] == splits

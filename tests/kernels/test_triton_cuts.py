@@ -3,7 +3,8 @@
 Segments here are skewed, empty and of one row; rows that nobody may read hold NaN, next to those of a tile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,28 @@ def test_what_is_not_aligned_is_read_through_pointers(device: str, cuts: EveryLa
     for rows in (normal(8, 80)[:, 1:65], normal(8, 65)[:, :64], normal(1, 64).expand(8, 64)):
         found = dense(straight, rows, cuts, device, segments=segments, outs=(8,))
         assert largest_error(found, lora_maths.dense(straight, segments, rows, 8)) < TOLERANCE[F32]
+
+
+def test_memory_for_descriptors_is_torchs_and_for_one_launch_alone() -> None:
+    """Whatever thread launches: Triton's allocator is a thing of the context, which has none by default."""
+    from infinilora.kernels.descriptors import launch_with_scratch
+
+    given: list[Tensor] = []
+
+    def launch() -> None:
+        given.append(allocator_here()(384, 128, None))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch_with_scratch, launch, torch.device("cpu")).result()
+        assert given[0].numel() * given[0].element_size() == 384
+        with pytest.raises(RuntimeError, match="no allocator was set"):
+            pool.submit(launch).result()
+
+
+def allocator_here() -> Callable[[int, int, int | None], Tensor]:
+    from triton.runtime._allocation import _allocator
+
+    return _allocator.get()  # type: ignore[no-any-return]
 
 
 def test_a_step_with_fewer_tiles_than_its_room_leaves_the_rest_alone(device: str, cuts: EveryLaunch) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from infinilora.kernels.batch import Part, SiteWeights
 from infinilora.kernels.site_table import SiteTable
-from infinilora.kernels.tile_table import Cut, Launch, TileTable
+from infinilora.kernels.tile_table import HOPPER_SMS, Cut, Launch, TileTable
 from support import lora_maths
 
 NUM_SLOTS = 10
@@ -68,22 +68,29 @@ def make_table(
     return table
 
 
-class EveryLaunch(TileTable):
-    """Cuts every shrink, and every expand, as it is told, on a device of `num_sms`. Keeps (items, programs) of each."""
+class RecordingTable(TileTable):
+    """Keeps (items, programs) of each launch."""
 
-    def __init__(self, shrink: Cut, expand: Cut, *, num_sms: int) -> None:
-        super().__init__({}, num_sms=num_sms)
-        self.by_op = {"shrink": shrink, "expand": expand}
+    def __init__(self, cuts: Mapping[Launch, Cut], *, num_sms: int = HOPPER_SMS) -> None:
+        super().__init__(cuts, num_sms=num_sms)
         self.launched: list[tuple[int, int]] = []
-
-    @override
-    def find(self, launch: Launch) -> Cut | None:
-        return self.by_op[launch.op]
 
     @override
     def num_programs(self, cut: Cut, num_items: int) -> int:
         self.launched.append((num_items, super().num_programs(cut, num_items)))
         return self.launched[-1][1]
+
+
+class EveryLaunch(RecordingTable):
+    """Cuts every shrink, and every expand, as it is told, on a device of `num_sms`."""
+
+    def __init__(self, shrink: Cut, expand: Cut, *, num_sms: int) -> None:
+        super().__init__({}, num_sms=num_sms)
+        self.by_op = {"shrink": shrink, "expand": expand}
+
+    @override
+    def find(self, launch: Launch) -> Cut | None:
+        return self.by_op[launch.op]
 
 
 @contextmanager

@@ -144,7 +144,8 @@ def expand(
     `pair_weights` fp32 [pairs] multiplies each row once.
     """
     for kind, aligned in table.summary.kinds:
-        launch = Launch("expand", 8 * KINDS[kind].itemsize, v.shape[1], table.summary.max_rank, table.out_dim)
+        bits, max_rank = 8 * KINDS[kind].itemsize, table.summary.max_rank
+        launch = Launch("expand", bits, v.shape[1], max_rank, table.out_dim, block_rows)
         cut = table.tiles.find(launch) or by_rule(block_rows)
         described = cut.loads != "pointers" and aligned
         num_items = len(tiles) * table.num_parts * triton.cdiv(table.out_dim, cut.block)

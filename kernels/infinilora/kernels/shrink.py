@@ -166,7 +166,8 @@ def shrink(
     is pair // top_k. `num_rows` counts rows of v: rows, or pairs.
     """
     max_rank = table.summary.max_rank
-    launch = Launch("shrink", 8 * x.element_size(), num_rows, max_rank, table.in_dim)
+    widest = max((x.element_size(), *(KINDS[kind].itemsize for kind, _ in table.summary.kinds)))
+    launch = Launch("shrink", 8 * widest, num_rows, max_rank, table.in_dim, block_rows)
     cut = table.tiles.find(launch) or by_rule(x.dtype)
     block_k = cut.block
     ranks = triton.cdiv(max_rank, MIN_RANK_BLOCK) * MIN_RANK_BLOCK

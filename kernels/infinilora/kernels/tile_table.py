@@ -1,6 +1,6 @@
 """How a Triton launch is cut: as measured on this kind of device, else by the rule of the kernel that asks.
 
-    measured/sm_90.json   {"device", "date", "commit", "entries": [{"op", "bits", "rows", "rank", "dim", "block", ...}]}
+    measured/sm_90.json   {"device", "date", "commit", "entries": [{"op", "bits", "rows", "rank", ..., "block", ...}]}
 
 Written by benchmarks/gpu/tune_tiles.py. An entry serves all launches whose rows, rank and dim round up to its own
 powers of two. Knows no kernel.
@@ -22,13 +22,17 @@ HOPPER_SMS = 132
 
 
 class Launch(NamedTuple):
-    """What a launch is known by: shrink or expand, bits of a weight, rows, the largest rank, the site's in or out."""
+    """What a launch is known by: shrink or expand, rows, the largest rank, the site's in or out.
+
+    Besides, what decides whether its blocks fit a multiprocessor: bits of the widest it multiplies, rows of a tile.
+    """
 
     op: str
     bits: int
     rows: int
     rank: int
     dim: int
+    tile_rows: int
 
     def rounded(self) -> "Launch":
         return self._replace(rows=_power(self.rows), rank=_power(self.rank), dim=_power(self.dim))
@@ -100,7 +104,7 @@ class TileTable:
 
 def _entry(entry: Mapping[str, int | str], path: Path) -> tuple[Launch, Cut]:
     try:
-        launch = Launch(str(entry["op"]), *(int(entry[name]) for name in ("bits", "rows", "rank", "dim")))
+        launch = Launch(str(entry["op"]), *(int(entry[name]) for name in Launch._fields[1:]))
         numbers = {name: int(entry[name]) for name in ("block", "splits", "warps", "stages", "per_sm")}
         loads = next(known for known in get_args(Loads) if known == entry["loads"])
         cut = Cut(**numbers, loads=loads)
