@@ -54,6 +54,7 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watchdog import Watchdog
 from infinilora.weights.ingest import ingest
 from infinilora.weights.synth import write_peft_adapter
 
@@ -85,7 +86,12 @@ async def serve_deltas(work: Path, service: Service) -> None:
     )
     pool = AdapterPool(config, DirectoryBlobs(work / "store"), kernels, on_death=service.fail_threadsafe)
     server = LoraServer(
-        Identity("g", card.fingerprint), pool, Opener(LinkSettings(directory=work)), service, traces=Telemetry()
+        Identity("g", card.fingerprint),
+        pool,
+        Opener(LinkSettings(directory=work)),
+        service,
+        watchdog=Watchdog(60, service.stuck),
+        traces=Telemetry(),
     )
     async with rpc.serving("127.0.0.1:0", [(SERVICE, server)]) as listening:
         (work / "address.part").write_text(listening.address)

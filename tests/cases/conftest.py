@@ -12,6 +12,7 @@ import torch
 
 from infinilora.cli.stack import Urls
 from support.cases import Oracle, make_base
+from support.hangs import Hangs
 from support.procs import TlsWeedServer, WeedServer
 from support.s3_proxy import S3Proxy
 from support.stacks import StackFactory
@@ -29,6 +30,7 @@ ENV: dict[str, dict[str, str]] = {
     "Q2/2x2": {"INFINILORA_NUM_SLOTS": "1", "INFINILORA_HOST_BYTES": str(256 << 10)},
     "L/lives": {},
     "L/engines": {},
+    "L/hang": {"INFINILORA_STEP_LIMIT_S": "4", "INFINILORA_CALL_LIMIT_S": "4"},
     "L/bf16": {},
 }
 """What a world's services are told beyond the defaults; before the slash is the fixture base."""
@@ -73,7 +75,8 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             env = keys(server) | elsewhere(proxy.endpoint)
         try:
             more: dict[str, Any] = {"lora_shape": variant} if re.fullmatch(r"\dx\d", variant) else {}
-            more |= {"engines": 2} if variant == "engines" else {}
+            more |= {"engines": 2} if variant in ("engines", "hang") else {}
+            env = env | Hangs(root / "hangs").environment if variant == "hang" else env
             if cut := re.fullmatch(r"in-(\d)", variant):
                 more = {"engine_shards": cut[1]}
             api = await factory.start(checkpoint, env=env, urls=urls, **more)

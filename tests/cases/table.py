@@ -88,6 +88,7 @@ CASES = {
     "D16": Case("restarts forget nothing", "holds"),
     "D17": Case("some engines stall, come, go", "holds"),
     "D19": Case("created, deleted and created again; many at once", "holds"),
+    "D21": Case("a step, or a site call, that hangs", "holds"),
     "D23": Case("healthy but dead", "holds"),
     "D24": Case("rolling restart: engines", "holds"),
     "D25": Case("the bus is away and back", "holds"),

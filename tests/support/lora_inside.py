@@ -14,6 +14,7 @@ from infinilora.runtime import rpc
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watchdog import Watchdog
 from support.every_site import BASE_ROWS, COUNTS, Case, is_idle
 from support.waiting import eventually
 
@@ -26,7 +27,10 @@ async def remote(
     directory = case.work if backend == "shm" else None
     link = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=8192, narrowing=narrowing)
     pool, opener = case.pool("remote"), Opener(link)
-    server = LoraServer(Identity("g", case.card.fingerprint), pool, opener, service, traces=Telemetry())
+    watchdog = Watchdog(60, service.stuck)
+    server = LoraServer(
+        Identity("g", case.card.fingerprint), pool, opener, service, watchdog=watchdog, traces=Telemetry()
+    )
     identity = EngineIdentity(
         engine_id="e", incarnation="1", base=case.card.fingerprint, dtype="F32", max_rows=sum(COUNTS) + BASE_ROWS
     )

@@ -69,6 +69,11 @@ class NativeStep:
         """Compute nothing until the next `load`."""
         self._record.granted_version = _NOBODY
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is being computed. Any thread."""
+        return bool(self._record.busy)
+
     def moved(self, version: int) -> None:
         """The grants are of this version now, and nothing was taken back. Any thread."""
         self._record.version = version

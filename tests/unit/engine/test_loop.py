@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from infinilora.protocol.errors import AdapterFailed, AdapterLoading, DeadlineEx
 from support.engines import Heard, TestEngine, load_tiny
 from support.oracle import ATTENTION, MLP, Oracle
 from support.plain_lora import PlainLora
+from support.procs import wait_until
 from support.tiny_models import TinyModel
 
 LIMITS = Limits(max_running=8, step_tokens=16)
@@ -318,3 +320,18 @@ def test_a_dying_step_thread_is_heard(loaded: Loaded) -> None:
     loop.call(broken)
     assert died.wait(20)
     assert isinstance(heard[0], SystemExit)
+
+
+def test_progress_moves_with_every_layer_and_is_none_while_there_is_nothing_to_do(loaded: Loaded) -> None:
+    model, seen, ended = loaded("llama"), list[int | None](), threading.Event()
+    loop = make_loop(model, NoLora(), LIMITS, hooks=Hooks(on_step=lambda _: seen.append(loop.progress)))
+    assert loop.progress is None
+    loop.start()
+    sequence = Sequence("r", list(PROMPT), len(PROMPT), None, SamplingParams(max_tokens=4))
+    loop.submit(sequence, lambda event: ended.set() if isinstance(event, Ended) else None)
+    assert ended.wait(30)
+    wait_until(lambda: loop.progress is None, "the step thread to rest")
+    loop.stop()
+    steps = [count for count in seen if count is not None]
+    assert len(steps) == len(seen) == 4
+    assert all(after - before > model.spec.num_layers for before, after in pairwise(steps))

@@ -71,7 +71,7 @@ async def test_the_channel_to_an_engine_is_kept_until_nobody_is_known_there() ->
         assert not channels._channels
 
 
-@pytest.mark.parametrize("state", ["starting", "draining"])
+@pytest.mark.parametrize("state", ["starting", "draining", "stuck"])
 async def test_an_engine_that_is_not_ready_or_is_dead_is_not_picked(state: ProcessState) -> None:
     async with Channels() as channels:
         for unfit in (member(NOBODY, state=state), member(NOBODY, health="dead")):

@@ -5,13 +5,16 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from typing_extensions import override
 
 from infinilora.kernels.batch import Part
 from infinilora.kernels.slot_kernels import SlotKernels
@@ -25,6 +28,7 @@ from infinilora.protocol.adapter import Site
 from infinilora.runtime.metrics import LoraServerMetrics, new_registry, render
 from infinilora.runtime.telemetry import Telemetry
 from support.pools import DefinedKernels
+from support.procs import wait_until
 
 ROWS, COLS, WAIT_S = 4, 8, 5.0
 TRACE = bytes(range(1, 25))
@@ -98,6 +102,59 @@ def test_planned_rows_get_their_delta_and_the_others_zeros(link: Link) -> None:
     link.engine.send_plan(1, [PlanSegment(1, 2, 1, 7)])
     assert link.call()[:, 0].tolist() == [0.0, 16.0, 16.0, 0.0]
     assert link.steps == [[1]], "the pool knows whom it serves, whether Python or native code computes"
+
+
+def test_progress_moves_with_every_call_and_is_none_while_none_is_computed(link: Link) -> None:
+    link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+    for _ in range(3):
+        before = told_while_computing(link)
+        link.call()
+        wait_until(partial(has_moved, link, before), "a call to be counted")
+        assert link.thread.progress is None
+
+
+def has_moved(link: Link, before: int | None) -> bool:
+    return told_while_computing(link) != before
+
+
+def told_while_computing(link: Link) -> int | None:
+    """What the watchdog would read if a call were computed now."""
+    native = link.thread._native
+    if native is None:
+        link.thread._is_computing = True
+        told, link.thread._is_computing = link.thread.progress, False
+    else:
+        native._record.busy = 1
+        told, native._record.busy = link.thread.progress, 0
+    assert told is not None
+    return told
+
+
+def test_a_site_call_that_does_not_come_back_can_be_seen(tmp_path: Path) -> None:
+    kernels = HangingKernels()
+    with living(tmp_path, kernels) as link:
+        link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+        out, x = torch.zeros(ROWS, COLS), torch.ones(ROWS, COLS)
+        ticket = link.engine.submit(1, 0, Site.O, x, COLS)
+        assert kernels.hangs.wait(WAIT_S)
+        assert link.thread.progress is not None
+        kernels.goes_on.set()
+        link.engine.wait(ticket, out, deadline_s=WAIT_S, add=False)
+        assert link.thread.progress is None
+
+
+class HangingKernels(DefinedKernels):
+    """Until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+    @override
+    def dense(self, *arguments: Any, **named: Any) -> None:
+        self.hangs.set()
+        self.goes_on.wait(WAIT_S)
+        super().dense(*arguments, **named)
 
 
 def test_a_site_that_nobody_adapts_is_zeros(link: Link) -> None:

@@ -1,43 +1,9 @@
 """The life of a process, watched from outside: what it exits with, and what it says."""
 
-import json
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
-PRELUDE = """
-import asyncio, sys, time, threading
-from infinilora.runtime import log
-from infinilora.runtime.service import Service, run
-log.setup("test", "info")
-def say(word):
-    print(word, flush=True)
-"""
-
-
-class Program:
-    """A small service in a process of its own."""
-
-    def __init__(self, home: Path, body: str) -> None:
-        path = home / "program.py"
-        path.write_text(PRELUDE + textwrap.dedent(body))
-        self.process = subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def wait_for(self, word: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.strip() == word:
-                return
-        raise AssertionError(f"the program ended without saying {word!r}")
-
-    def end(self) -> tuple[int, str, list[dict[str, str]]]:
-        """Exit status, the rest of stdout, log lines."""
-        out, err = self.process.communicate(timeout=20)
-        return self.process.returncode, out, [json.loads(line) for line in err.splitlines()]
+from support.programs import Program
 
 
 def test_sigterm_drains_then_stops_with_status_0(tmp_path: Path) -> None:
@@ -178,3 +144,16 @@ def test_main_that_will_not_be_cancelled_is_ended_by_the_watchdog(tmp_path: Path
     status, _, lines = program.end()
     assert status == 1
     assert "hangs" in lines[-1]["message"]
+
+
+def test_what_is_stuck_says_so_whatever_else_it_is_asked(tmp_path: Path) -> None:
+    program = Program(tmp_path, """
+        async def main(service):
+            service.ready()
+            say(service.told(is_draining=False) + " " + service.told(is_draining=True))
+            service.stuck()
+            service.drain()
+            say(service.told(is_draining=True) + " " + str(service.draining.is_set()))
+        run("test", main)
+    """)  # fmt: skip
+    assert program.end()[1].splitlines() == ["ready draining", "stuck True"]

@@ -12,7 +12,8 @@ from infinilora.protocol.errors import WireError
 from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint
 
 ProcessKind = Literal["gateway", "engine", "lora-server", "coordinator"]
-ProcessState = Literal["starting", "ready", "draining"]
+ProcessState = Literal["starting", "ready", "draining", "stuck"]
+"""`stuck`: something in it does not move any more; it ends within moments (watchdog.py)."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):

@@ -58,10 +58,18 @@ class Service:
 
     def drain(self) -> None:
         """Ask `main` to finish. Harmless when repeated."""
-        if self.state != "draining":
-            self.state = "draining"
+        if not self.draining.is_set():
+            self.state = self.state if self.state == "stuck" else "draining"
             logger.info("draining")
             self.draining.set()
+
+    def stuck(self) -> None:
+        """It cannot be trusted with work any more: what beats say until the watchdog ends it. Any thread."""
+        self.state = "stuck"
+
+    def told(self, *, is_draining: bool) -> ProcessState:
+        """The state for a beat, of a process that a command may drain while it serves."""
+        return "draining" if is_draining and self.state == "ready" else self.state
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a task whose death is the death of the process."""
@@ -95,7 +103,7 @@ class Service:
             self._thread_death.set_exception(error)
 
     def _on_signal(self, body: asyncio.Task[None]) -> None:
-        if self.state == "draining":
+        if self.draining.is_set():
             _cut_short(body)
         self.drain()
 

@@ -62,6 +62,8 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._num_turns = 0
+        self._is_idle = True
         self._jobs: dict[Sequence, Job] = {}
         self._queued = 0
         self._queue_lock = threading.Lock()
@@ -119,8 +121,18 @@ class EngineLoop:
         return self._load
 
     @property
+    def name(self) -> str:
+        """Of the step thread."""
+        return self._thread.name
+
+    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def progress(self) -> int | None:
+        """A number that changes while the step thread gets on; None while it has nothing to do."""
+        return None if self._is_idle else self._num_turns + self._runner.progress
 
     def check_idle(self) -> None:
         """AssertionError unless nothing is left: no job, block, lease, ticket. Only when idle, or after `stop`."""
@@ -139,7 +151,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self._turn():
+                self._is_idle = False
+                has_run = self._turn()
+                self._is_idle = True
+                if not has_run:
                     self._wake.wait(timeout=self._next_alarm())
             self._drain_inbox()
             for job in list(self._jobs.values()):
@@ -150,6 +165,7 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """One round: hear, expire, schedule, run, tell. False if there was nothing to run."""
+        self._num_turns += 1
         self._wake.clear()
         self._drain_inbox()
         self._expire(time.perf_counter())

@@ -82,6 +82,11 @@ class Runner:
         self._batches = BatchBuilder(block_size=block_size, device=decoder.ops.device)
         self._pingpong = pingpong or PingPong()
 
+    @property
+    def progress(self) -> int:
+        """A number that changes while a step moves. Any thread."""
+        return self._decoder.num_layers_run
+
     @torch.inference_mode()
     def run(self, rows: Many[Rows]) -> Outcome:
         outcome = Outcome()

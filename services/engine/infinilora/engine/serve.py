@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +38,7 @@ from infinilora.runtime.members import Heart
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import Store
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ async def serve(settings: Settings, service: Service) -> None:
         await commands.fence.read(around.store)
         service.spawn(_learn_epoch(commands.fence, around.store), "epoch")
         await around.bus.serve(subjects.commands("engine", settings.engine_id), Command, commands.handle)
+        stack.enter_context(_watched(settings, service, loop, engine, heart))
         service.ready()
         heart.beat_now()
         logger.info("engine serves", extra={"address": address, "model": model.card.name, "lora": settings.lora})
@@ -80,6 +82,21 @@ async def serve(settings: Settings, service: Service) -> None:
         engine.stop()
         heart.beat_now()
         await engine.idle.wait()
+
+
+@contextmanager
+def _watched(settings: Settings, service: Service, loop: EngineLoop, engine: Engine, heart: Heart) -> Iterator[None]:
+    """While the block lasts, a step that does not end is the end of this process; its sequences go on elsewhere."""
+    run_on_loop = asyncio.get_running_loop().call_soon_threadsafe
+
+    def on_stuck() -> None:
+        service.stuck()
+        heart.beat_now()
+        run_on_loop(engine.abandon)
+
+    with Watchdog(settings.step_limit, on_stuck) as watchdog:
+        watchdog.watch(loop.name, lambda: loop.progress)
+        yield
 
 
 async def _learn_epoch(fence: Fence, store: Store) -> None:
@@ -189,7 +206,7 @@ def _beat(
         id=settings.engine_id,
         incarnation=service.incarnation,
         seq=0,
-        state="draining" if engine.is_draining else service.state,
+        state=service.told(is_draining=engine.is_draining),
         address=address,
         base=model.card.fingerprint,
         model=model.card.name,

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from infinilora.runtime.settings import Common
+from infinilora.runtime.watchdog import limit_s
 
 
 class Settings(Common):
@@ -52,6 +53,10 @@ class Settings(Common):
     facts_mb: int = Field(default=4096, ge=1)
     """Of one request for facts of the base, which lies on disk under `var_dir` while it is answered."""
 
+    step_limit_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """A step that gets no layer further for so long is stuck: the engine ends itself, to be started again. 0: 8 s on a
+    CPU; 60 s on CUDA, whose first steps compile kernels."""
+
     ping_pong: Literal["", "off", "auto", "on"] = ""
     """Rows of a step in two halves that take turns, one computing while the other waits for deltas. `auto`: where it
     was measured to pay. Empty: `auto` on CUDA, `off` on a CPU, whose LoRA server shares its cores."""
@@ -88,6 +93,10 @@ class Settings(Common):
 
     timeline: Path | None = None
     """Where a timeline of all steps is written when the engine ends (timeline.py). For measurements only."""
+
+    @property
+    def step_limit(self) -> float:
+        return limit_s(self.step_limit_s, self.device)
 
     @property
     def ping_pong_mode(self) -> Literal["off", "auto", "on"]:

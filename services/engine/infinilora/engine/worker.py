@@ -13,7 +13,7 @@ from typing import Any
 from infinilora.engine.events import Ended, Event, Failed
 from infinilora.engine.job import Job
 from infinilora.engine.loop import EngineLoop
-from infinilora.engine.mailboxes import Mailboxes
+from infinilora.engine.mailboxes import Mailbox, Mailboxes
 from infinilora.engine.sequence import Sequence
 from infinilora.engine.wire import ModelFacts, read_request, write_event
 from infinilora.protocol import generate_pb2
@@ -43,11 +43,17 @@ class Engine:
         self.is_stopping = False
         self.idle = asyncio.Event()
         self.idle.set()
-        self._num_open = 0
+        self._open: set[Mailbox] = set()
 
     def stop(self) -> None:
         """The process is asked to end: drain, and no command undoes it."""
         self.is_stopping = self.is_draining = True
+
+    def abandon(self) -> None:
+        """The step thread does not come back: every sequence goes on elsewhere, and no other begins here."""
+        self.stop()
+        for mailbox in self._open:
+            mailbox.put_nowait(Failed(Unavailable("this engine's step does not end; ask another", retry_after_s=1.0)))
 
     async def generate(self, request: Any, call: Call) -> AsyncGenerator[Any, None]:
         """Stream a sequence's events. However this ends, the sequence is gone from the engine after it."""
@@ -68,7 +74,8 @@ class Engine:
         received = time.perf_counter()
         mailbox, sink = self._mailboxes.open()
         job = self._loop.submit(sequence, sink, deadline_s=deadline_s)
-        self._opened(1)
+        self._open.add(mailbox)
+        self.idle.clear()
         last: Event | None = None
         first_token: float | None = None
         try:
@@ -82,17 +89,12 @@ class Engine:
                 yield event
         finally:
             self._loop.abort(job)
-            self._opened(-1)
+            self._open.remove(mailbox)
+            if not self._open:
+                self.idle.set()
             if span.is_recording():
                 span.set_attributes(_attributes(job, last))
                 self._record_parts(job, received, first_token)
-
-    def _opened(self, change: int) -> None:
-        self._num_open += change
-        if self._num_open:
-            self.idle.clear()
-        else:
-            self.idle.set()
 
     def _record_parts(self, job: Job, received: float, first: float | None) -> None:
         """Within the request's span: its wait, its prefill, its decode."""

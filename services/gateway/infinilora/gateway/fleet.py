@@ -192,7 +192,7 @@ class Fleet:
         return EngineView(
             key=key,
             base=member.beat.base,
-            is_alive=member.health != "dead" and member.beat.state != "starting",
+            is_alive=member.health != "dead" and member.beat.state in ("ready", "draining"),
             is_draining=member.beat.state == "draining",
             is_suspect=member.health == "suspect",
             is_open=self._breakers.is_open(key),

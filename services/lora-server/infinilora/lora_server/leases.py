@@ -33,6 +33,7 @@ from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.rpc import Call
 from infinilora.runtime.service import Service
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,14 @@ def _nowhere() -> list[lora_pb2.Shard]:
 class LoraServer:
     """The rpc. `open_links`: what each is still to be told, by holder name; each has its serving thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a door is made of
         self,
         identity: Identity,
         pool: AdapterPool | LinkedPool,
         opener: Opener,
         service: Service,
         *,
+        watchdog: Watchdog,
         traces: Telemetry,
         metrics: LoraServerMetrics | None = None,
         others: Callable[[], list[lora_pb2.Shard]] = _nowhere,
@@ -87,6 +89,7 @@ class LoraServer:
         self._owns = owns
         self._opener = opener
         self._service = service
+        self._watchdog = watchdog
         self._traces = traces
         self._metrics = metrics
         self._numbers = count(1)
@@ -178,6 +181,7 @@ class LoraServer:
             on_death=self._service.fail_threadsafe,
         )
         thread.start()
+        self._watchdog.watch(thread.name, lambda: thread.progress)
         self.open_links[holder] = outbox
         return thread, outbox
 
@@ -214,6 +218,7 @@ class LoraServer:
         self.open_links.pop(holder, None)
         self._pool.drop(holder)
         await asyncio.to_thread(thread.stop)
+        self._watchdog.forget(thread.name)
         logger.info("link gone", extra={"engine_id": holder})
 
 

@@ -34,7 +34,7 @@ def beat(
         id=settings.id,
         incarnation=service.incarnation,
         seq=0,
-        state="draining" if commands.is_draining else service.state,
+        state=service.told(is_draining=commands.is_draining),
         address=address,
         base=card.fingerprint,
         model=card.name,

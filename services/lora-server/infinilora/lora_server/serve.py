@@ -72,6 +72,8 @@ class LinkThread:
         self._plan_error: InfiniLoraError | None = None
         self._trace: _StepTrace | None = None
         self._native = self._native_step()
+        self._is_computing = False
+        self._num_computed = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _native_step(self) -> NativeStep | None:
@@ -80,6 +82,16 @@ class LinkThread:
             return None
         self._grants.tell(native)
         return native
+
+    @property
+    def name(self) -> str:
+        return self._thread.name
+
+    @property
+    def progress(self) -> int | None:
+        """A number that changes with each site call; None while none is computed. Any thread."""
+        is_busy = self._is_computing or (self._native is not None and self._native.is_busy)
+        return self._num_computed + self._times.calls if is_busy else None
 
     def start(self) -> None:
         if self._metrics:
@@ -142,6 +154,8 @@ class LinkThread:
 
     def _answer(self, call: Call) -> None:
         started = time.perf_counter()
+        self._num_computed += 1
+        self._is_computing = True
         try:
             execute(self._kernels, self._grants, self._work_of(call.header), self._site_call(call))
         except InfiniLoraError as error:
@@ -150,6 +164,8 @@ class LinkThread:
         except ValueError as error:
             self._refuse(call, InvalidRequest(f"site call does not fit the adapter: {error}"))
             return
+        finally:
+            self._is_computing = False
         self._end.reply(call)
         if self._metrics and call.header.is_narrow:
             self._metrics.narrow.inc()

@@ -9,6 +9,7 @@ from pydantic_settings import NoDecode
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.shards import HEAD, Shape
 from infinilora.runtime.settings import Common
+from infinilora.runtime.watchdog import limit_s
 
 MIN_SLOTS, MAX_SLOTS = 16, 1024
 BYTES_PER_SLOT = 1 << 20
@@ -52,6 +53,8 @@ class Settings(Common):
     load_share: float = Field(default=0.05, gt=0, le=1)
     """Of one core, for all loads together, while rows of resident adapters are served; a load is stretched to ten
     seconds at most. 1: loads never wait."""
+    call_limit_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """A site call that computes for so long is stuck: the process ends itself, to be started again. 0: 8 s on a CPU."""
     max_bypass: int = Field(default=16, ge=1)
     """How often a waiting adapter is passed by later ones that fit."""
     age_after_s: float = Field(default=2.0, gt=0)
@@ -112,6 +115,10 @@ class Settings(Common):
     @property
     def id(self) -> str:
         return self.server_id or (f"{self.group}.{self.shard}" if self.shard else self.group)
+
+    @property
+    def call_limit(self) -> float:
+        return limit_s(self.call_limit_s, self.device)
 
     @property
     def slots(self) -> int:

@@ -37,6 +37,7 @@ from infinilora.runtime.members import Heart, Members
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import RedisStore
+from infinilora.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,15 @@ async def _links(
         identity = Identity(settings.group, shard.card.fingerprint, shard.sharding.shape)
         owns = shard.share.owns if shard.share else None
         server = LoraServer(
-            identity, pool, opener, service, traces=traces, metrics=measured, others=others or list, owns=owns
+            identity,
+            pool,
+            opener,
+            service,
+            watchdog=stack.enter_context(Watchdog(settings.call_limit, service.stuck)),
+            traces=traces,
+            metrics=measured,
+            others=others or list,
+            owns=owns,
         )
         token = settings.rpc_token.get_secret_value()
         services = [(SERVICE, server), *doors]

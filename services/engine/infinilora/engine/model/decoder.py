@@ -52,6 +52,8 @@ class Decoder:
         self.ops = ops
         self.kv = kv
         self._scale = 1.0 / math.sqrt(spec.head_dim)
+        self.num_layers_run = 0
+        """How far it has come in all: layers begun, lm_head's among them."""
 
     def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None, *, cut: int = 0) -> Tensor:
         """Hidden states [T, h] before the final norm. Raises StepLost when a delta will not come.
@@ -86,6 +88,7 @@ class Decoder:
         if residual is None:
             residual = flow.residual = deltas.embed(flow.batch.token_ids, self.weights.embed)
         for index in range(flow.layer, until):
+            self.num_layers_run += 1
             layer = self.weights.layers[index]
             if out is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
@@ -106,6 +109,7 @@ class Decoder:
     def logits(self, hidden: Tensor, lora: LoraBackend, plan: StepPlan | None) -> Tensor:
         """fp32 [rows, vocab] of some rows of what `forward` returned. `plan` counts these rows; raises StepLost."""
         assert self.weights.lm_head is not None  # the head shard alone samples
+        self.num_layers_run += 1
         x = self.ops.rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
         return alone(Deltas(lora, plan).linear(self.spec.num_layers, Site.LM_HEAD, x, self.weights.lm_head)).float()
 
