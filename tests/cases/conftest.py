@@ -30,6 +30,7 @@ ENV: dict[str, dict[str, str]] = {
     "Q2/2x2": {"INFINILORA_NUM_SLOTS": "1", "INFINILORA_HOST_BYTES": str(256 << 10)},
     "L/lives": {},
     "L/engines": {},
+    "L/fails": {"INFINILORA_LOAD_RETRY_S": "0.3"},
     "L/hang": {"INFINILORA_STEP_LIMIT_S": "4", "INFINILORA_CALL_LIMIT_S": "4"},
     "L/bf16": {},
 }
@@ -61,12 +62,12 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     factory = StackFactory(root)
     with ExitStack() as servers:
         proxy = None
-        if variant == "proxy":
+        if variant in ("proxy", "fails"):
             weed = WeedServer(root / "weed").start()
             servers.callback(weed.kill)
             proxy = servers.enter_context(S3Proxy(weed.port))
             urls = Urls(store=proxy.url("cases"))
-            env = keys(weed)
+            env = env | keys(weed)
         if variant == "tls":
             server = TlsWeedServer(root / "weed").start()
             servers.callback(server.kill)

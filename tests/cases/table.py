@@ -87,6 +87,7 @@ CASES = {
     "D15": Case("S3 errors as API errors", "holds"),
     "D16": Case("restarts forget nothing", "holds"),
     "D17": Case("some engines stall, come, go", "holds"),
+    "D18": Case("the state that is told is the real one", "holds"),
     "D19": Case("created, deleted and created again; many at once", "holds"),
     "D21": Case("a step, or a site call, that hangs", "holds"),
     "D23": Case("healthy but dead", "holds"),

@@ -112,7 +112,7 @@ async def test_b26_a_yes_means_that_it_serves(world: World) -> None:
 async def test_b28_the_answers_are_a_contract(world: World) -> None:
     entry = await world.register(plain(world, 28), name="b28")
     assert entry.keys() >= FIELDS
-    assert (entry["name"], entry["matched_tensors"], entry["state"]) == ("b28", 8, "registered")
+    assert (entry["name"], entry["matched_tensors"], entry["state"]) == ("b28", 8, "pending")
     listed = (await world.api.http.get("/v1/adapters")).json()["data"]
     assert next(e for e in listed if e["name"] == "b28").keys() >= FIELDS
     assert await unload(world, "b28") == 200

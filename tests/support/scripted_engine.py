@@ -62,7 +62,7 @@ class ScriptedEngine:
     emits_stop_token: bool = False
     degrades: bool = False
     narrows_after: int | None = None
-    leased: tuple[Digest, ...] = ()
+    resident: tuple[Digest, ...] = ()
     state: ProcessState = "ready"
     go: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -102,7 +102,7 @@ class ScriptedEngine:
             address=self.address,
             base=self.base,
             model=self.model,
-            load=EngineLoad(running=self.running, digests=self.leased),
+            load=EngineLoad(running=self.running, resident=self.resident),
         )
 
     @asynccontextmanager

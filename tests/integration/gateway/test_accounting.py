@@ -93,7 +93,7 @@ async def test_engines_report_what_is_resident(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
         digest = await house.seed("a1")
         engine: ScriptedEngine = house.engine
-        engine.leased = (digest,)
+        engine.resident = (digest,)
         async with asyncio.timeout(5):
-            while (await house.http.get("/v1/adapters/a1")).json()["state"] != "resident":
+            while (await house.http.get("/v1/adapters/a1")).json()["state"] != "ready":
                 await asyncio.sleep(0.02)

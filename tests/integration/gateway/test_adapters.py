@@ -41,7 +41,7 @@ async def test_an_adapter_is_registered_listed_used_and_deleted(tmp_path: Path) 
         assert answer.status_code == 200, made
         digest = Digest(made["digest"])
         assert made["matched_tensors"] == 2 * 7 * 2
-        assert (made["version"], made["base"], made["max_rank"], made["state"]) == (1, "tiny", 4, "registered")
+        assert (made["version"], made["base"], made["max_rank"], made["state"]) == (1, "tiny", 4, "pending")
         assert made["source"].startswith("file://")
         assert house.gateway.registry.get("default", "a1") is not None
         (event,) = listener.pop_all()

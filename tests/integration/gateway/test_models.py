@@ -106,7 +106,7 @@ async def test_the_list_holds_exactly_what_answers(tmp_path: Path) -> None:
             "parent": "tiny",
             "root": "tiny",
             "digest": digest,
-            "state": "registered",
+            "state": "pending",
         }
         assert error_of(await house.http.get("/v1/models/nope"))["code"] == "adapter_not_found"
 

@@ -19,7 +19,7 @@ from infinilora.cli.api import Api, Wish
 from infinilora.cli.terminal import REFUSED, UNREACHABLE
 from infinilora.protocol.errors import AdapterInvalid, AdapterNotFound, InvalidRequest, Unavailable
 
-RECORD = {"version": 1, "base": "smollm2-135m", "state": "registered", "max_rank": 8, "bytes": 4_900_000}
+RECORD = {"version": 1, "base": "smollm2-135m", "state": "pending", "max_rank": 8, "bytes": 4_900_000}
 
 
 class Gateway(BaseHTTPRequestHandler):
@@ -349,3 +349,12 @@ def test_a_registry_that_was_emptied_is_filled_again(tmp_path: Path) -> None:
         seen.adapters.clear()
         demo.register(api, "smollm2-moe", memory)
         assert sorted(seen.adapters) == ["sql"]
+
+
+def test_why_an_adapter_could_not_be_loaded_is_said_below_the_list() -> None:
+    failed = RECORD | {"name": "a", "digest": "sha256:d", "state": "failed", "state_reason": "adapter_failed: damaged"}
+    well = RECORD | {"name": "b", "digest": "sha256:e", "state": "ready", "state_reason": None}
+    with gateway_with({"a": failed, "b": well}) as (url, _):
+        _, listed, told = run("adapter", "ls", "--url", url)
+    assert [line.split()[4] for line in listed.splitlines()[1:]] == ["failed", "ready"]
+    assert told == "a: adapter_failed: damaged\n"

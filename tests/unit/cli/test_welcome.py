@@ -52,7 +52,7 @@ def test_demo_adapters_are_what_is_asked() -> None:
 
 
 def test_a_base_that_is_not_served_does_not_widen_the_table() -> None:
-    record = {"name": "a", "version": 1, "state": "registered", "max_rank": 8, "bytes": 10}
+    record = {"name": "a", "version": 1, "state": "pending", "max_rank": 8, "bytes": 10}
     bases = [
         list(table_of([record | {"digest": "sha256:" + "0" * 64, "base": base}]).columns[3].cells)
         for base in ("sha256:" + "1" * 64, "mine")

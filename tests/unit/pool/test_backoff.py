@@ -1,6 +1,6 @@
 import pytest
 
-from infinilora.pool.backoff import MAX_REMEMBERED, Backoff, Failures, NotStored
+from infinilora.pool.backoff import MAX_REMEMBERED, MAX_TOLD, MAX_WORDS, Backoff, Failures, NotStored
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, StoreRefused, Unavailable
 from infinilora.protocol.ids import Digest, digest_of
 
@@ -61,6 +61,28 @@ def test_what_was_had_after_all_fails_for_the_first_time_again() -> None:
     assert failures.known(A, 0.1) is None
     failures.note(A, AdapterFailed("broken"), 0.0, 0.0)
     assert failures.known(A, 1.6) is None
+
+
+def test_the_first_pause_is_a_setting_and_the_longest_twenty_times_that() -> None:
+    failures, now, pauses = Failures(0.5), 100.0, []
+    for error in (*[AdapterFailed("broken")] * 7, NotStored("gone")):
+        failures.note(A, error, now, 0.999)
+        until = failed_until(failures, A, now)
+        pauses.append(until - now)
+        now = until
+    assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.5], abs=0.02)
+
+
+def test_the_latest_failures_are_told_until_they_are_forgiven() -> None:
+    failures = Failures()
+    many = [digest_of(b"%d" % number) for number in range(MAX_TOLD + 1)]
+    for digest in (*many, many[1]):
+        failures.note(digest, AdapterFailed("why" * MAX_WORDS), 0.0, 0.0)
+    told = failures.told()
+    assert [failure.digest for failure in told] == [many[1], *reversed(many[2:])]
+    assert (told[0].code, told[0].message) == ("adapter_failed", ("why" * MAX_WORDS)[:MAX_WORDS])
+    failures.forgive(many[1])
+    assert [failure.digest for failure in failures.told()] == [*reversed(many[2:]), many[0]]
 
 
 def test_failures_of_names_without_number_are_bounded() -> None:

@@ -526,3 +526,32 @@ def test_a_bug_in_a_loader_thread_is_reported(house: House) -> None:
     pool.lease("engine", adapter.digest, Told())
     wait_until(lambda: bool(house.deaths), "the death to be heard")
     assert isinstance(house.deaths.pop(), ZeroDivisionError)
+
+
+def test_a_pool_tells_what_it_has_what_is_on_its_way_and_what_failed(house: House) -> None:
+    good, bad = house.pack(1), house.pack(2)
+    path = house.work / "store" / keys.packed(bad.digest)
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    pool = house.pool()
+    house.blobs.gate.clear()
+    told = Told()
+    pool.lease("engine", good.digest, told)
+    assert (pool.load().loading, pool.load().resident) == ((good.digest,), ())
+    house.blobs.gate.set()
+    assert told.resident().is_resident
+    pool.lease("engine", bad.digest, failed := Told())
+    assert isinstance(failed.lost(), AdapterFailed)
+    load = pool.load()
+    assert (load.loading, load.resident) == ((), (good.digest,))
+    assert [(failure.digest, failure.code) for failure in load.failed] == [(bad.digest, "adapter_failed")]
+    pool.registered(bad.digest)
+    assert pool.load().failed == ()
+
+
+def test_an_adapter_that_no_pool_of_this_size_can_hold_has_failed_for_good(house: House) -> None:
+    adapter = house.pack(1, rank=64)
+    pool = house.pool(capacity_bytes=4096)
+    for _ in range(2):
+        pool.lease("engine", adapter.digest, told := Told())
+        assert "raise pool_bytes" in str(told.lost())
+    assert [failure.digest for failure in pool.load().failed] == [adapter.digest]

@@ -8,11 +8,19 @@ seconds, however often it was missing: it may be registered anew, under any name
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
+from infinilora.protocol.control import LoadFailure
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
 from infinilora.protocol.ids import Digest
 
 MAX_REMEMBERED = 4096
+MAX_TOLD = 32
+MAX_WORDS = 300
+"""Of the failures that every beat carries."""
+RETRY_S = 3.0
+MOST_RETRIES = 20.0
+"""Times the first pause, the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +40,6 @@ class NotStored(AdapterFailed):
     """The store has no object of this digest: it was deleted, or is not there yet."""
 
 
-BROKEN = Backoff(3.0, 60.0)
-"""An adapter that is damaged or does not fit."""
-MISSING = Backoff(3.0, 3.0)
-"""An adapter that the store does not have."""
 AWAY = Backoff(0.25, 0.25)
 """A store that does not answer, or not for us."""
 
@@ -48,15 +52,21 @@ class _Failure:
 
 
 class Failures:
-    """What failed and is not to be tried again yet; at most MAX_REMEMBERED, the oldest forgotten first."""
+    """What failed when it was last tried, and until when it is not to be tried again.
 
-    def __init__(self) -> None:
+    At most MAX_REMEMBERED, the oldest forgotten first.
+    """
+
+    def __init__(self, retry_s: float = RETRY_S) -> None:
+        """`retry_s`: the pause after a first failure, unless the store is only away."""
         self._failures: dict[Digest, _Failure] = {}
+        self._broken = Backoff(retry_s, MOST_RETRIES * retry_s)
+        self._missing = Backoff(retry_s, retry_s)
 
     def note(self, digest: Digest, error: InfiniLoraError, now: float, dice: float) -> None:
         before = self._failures.pop(digest, None)
         attempts = before.attempts + 1 if before else 0
-        self._failures[digest] = _Failure(error, attempts, now + _backoff(error).pause_s(attempts, dice))
+        self._failures[digest] = _Failure(error, attempts, now + self._backoff(error).pause_s(attempts, dice))
         if len(self._failures) > MAX_REMEMBERED:
             del self._failures[next(iter(self._failures))]
 
@@ -65,16 +75,21 @@ class Failures:
         failure = self._failures.get(digest)
         return failure.error if failure and now < failure.until else None
 
+    def told(self) -> tuple[LoadFailure, ...]:
+        """The latest, whether or not they may be tried again by now."""
+        latest = islice(reversed(self._failures.items()), MAX_TOLD)
+        return tuple(LoadFailure(d, f.error.code, f.error.message[:MAX_WORDS]) for d, f in latest)
+
     def forgive(self, digest: Digest) -> None:
         """It was had after all, is deleted or registered anew: its next failure is its first."""
         self._failures.pop(digest, None)
 
-
-def _backoff(error: InfiniLoraError) -> Backoff:
-    match error:
-        case Unavailable():
-            return AWAY
-        case NotStored():
-            return MISSING
-        case _:
-            return BROKEN
+    def _backoff(self, error: InfiniLoraError) -> Backoff:
+        """A store that is away, an adapter that it does not have, or one that is damaged or does not fit."""
+        match error:
+            case Unavailable():
+                return AWAY
+            case NotStored():
+                return self._missing
+            case _:
+                return self._broken

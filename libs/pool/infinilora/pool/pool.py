@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from infinilora.pool.backoff import Failures
+from infinilora.pool.backoff import RETRY_S, Failures
 from infinilora.pool.cache import DiskCache
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.group import OtherShards
@@ -31,6 +31,7 @@ from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, Slot, SlotStat
 from infinilora.pool.tiers import Tiers
 from infinilora.pool.watch import NoWatch, PoolWatch
 from infinilora.protocol.adapter import Manifest
+from infinilora.protocol.control import LoadFailure
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.protocol.shards import HEAD
@@ -69,6 +70,8 @@ class PoolConfig:
     load_share: float = 1.0
     """Of one core, for all loads together, while rows of resident adapters are served; 1: loads never wait."""
     device: torch.device | str = "cpu"
+    retry_s: float = RETRY_S
+    """How long an adapter that failed is left alone at first (backoff.py)."""
     limits: Limits = field(default_factory=Limits)
     share: Share | None = None
     """What of each adapter this process holds, as a shard of a group; None: all of it."""
@@ -76,13 +79,15 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """How full the pool is."""
+    """How full the pool is, and how each adapter that it has to do with fares. `loading`: or waiting for room."""
 
     bytes_total: int
     bytes_free: int
     leases: int
     waiting: int
     resident: tuple[Digest, ...]
+    loading: tuple[Digest, ...] = ()
+    failed: tuple[LoadFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class AdapterPool:
         self._runs: dict[int, tuple[Run, ...]] = {}
         self._wanted: dict[Digest, _Wanted] = {}
         self._holders = Holders(self._note_step)
-        self._failures = Failures()
+        self._failures = Failures(config.retry_s)
         self._leaving: set[Digest] = set()
         self._gone: set[Digest] = set()
         self._is_closed = False
@@ -255,6 +260,8 @@ class AdapterPool:
                 leases=self._table.num_leases,
                 waiting=sum(len(w.holders) for w in self._table.waiting.values()),
                 resident=self._table.resident(),
+                loading=self._table.loading(),
+                failed=self._failures.told(),
             )
 
     def tier_bytes(self) -> dict[str, int]:
@@ -406,6 +413,8 @@ class AdapterPool:
                 case Refuse():
                     self._loader.cancel(decision.digest)
                     self._wanted.pop(decision.digest, None)
+                    if isinstance(decision.error, AdapterFailed):  # not of this moment: it fits no better later
+                        self._note_failure(decision.digest, decision.error, now)
                     self._holders.lose(self._table.refuse(decision.digest), decision.digest, decision.error)
         for digest in [d for d in self._leaving if not self._has(d)]:
             self._leaving.remove(digest)
@@ -459,13 +468,16 @@ class AdapterPool:
         self._table.emptied(slot, slot_generation)
 
     def _lose(self, digest: Digest, error: InfiniLoraError, now: float) -> None:
-        self._failures.note(digest, error, now, secrets.randbelow(1000) / 1000)
+        self._note_failure(digest, error, now)
         slot = self._table.slot_of(digest)
         holders, drain = self._table.failed(digest)
         self._holders.lose(holders, digest, error, slot)
         self._wanted.pop(digest, None)
         if drain:
             self._drain(drain)
+
+    def _note_failure(self, digest: Digest, error: InfiniLoraError, now: float) -> None:
+        self._failures.note(digest, error, now, secrets.randbelow(1000) / 1000)
 
     def _release(self, holder: str, digest: Digest, now: float) -> None:
         slot = self._table.slot_of(digest)

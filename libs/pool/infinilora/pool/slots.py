@@ -299,6 +299,10 @@ class SlotTable:
     def resident(self) -> tuple[Digest, ...]:
         return tuple(d for d, s in self._live.items() if s.state is SlotState.READY)
 
+    def loading(self) -> tuple[Digest, ...]:
+        """What is on its way in, or waits for room."""
+        return (*(d for d, s in self._live.items() if s.state is SlotState.STAGING), *self.waiting)
+
     def pinned_bytes(self, *, without: Digest | None = None) -> int:
         return sum(s.num_bytes for d, s in self._live.items() if d in self.pins and d != without)
 

@@ -16,6 +16,14 @@ ProcessState = Literal["starting", "ready", "draining", "stuck"]
 """`stuck`: something in it does not move any more; it ends within moments (watchdog.py)."""
 
 
+class LoadFailure(msgspec.Struct, frozen=True):
+    """An adapter that a process could not load when it last tried, and why: an error's code and words."""
+
+    digest: Digest
+    code: str
+    message: str
+
+
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """How busy an engine is. Counts of sequences, and KV blocks of the engine's own size."""
 
@@ -27,6 +35,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """Adapters this engine holds a lease on now."""
     resident: tuple[Digest, ...] = ()
     """Adapters in a pool of its own, where it has one; leased or not."""
+    loading: tuple[Digest, ...] = ()
+    failed: tuple[LoadFailure, ...] = ()
+    """As of a group."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
@@ -36,6 +47,10 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     bytes_total: int = 0
     leases: int = 0
     resident: tuple[Digest, ...] = ()
+    loading: tuple[Digest, ...] = ()
+    """Adapters on their way in, or waiting for room."""
+    failed: tuple[LoadFailure, ...] = ()
+    """What it could not load when it last tried: the latest, at most so many as backoff.py says."""
     shape: str = "1x1"
     """expert_parallel x layer_parallel: the processes that are one group. Only the head beats, once all are there."""
     rows_per_s: float = 0.0

@@ -23,7 +23,7 @@ from infinilora.engine.settings import Settings
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings, fabric_of
 from infinilora.pool.news import follow_registrations
-from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.pool.pool import AdapterPool, PoolConfig, PoolLoad
 from infinilora.protocol.control import GroupLoad
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore, open_blobs
@@ -75,12 +75,12 @@ async def reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
 class OpenLora:
     """A backend, and what an engine with a pool of its own does beside it, from any thread; without one: nothing.
 
-    `forget` lets go of a deleted adapter; `resident` tells what is in the pool.
+    `forget` lets go of a deleted adapter; `load` tells what is in the pool, or on its way there, or failed.
     """
 
     backend: LoraBackend
     forget: Callable[[Digest], None] = lambda _: None
-    resident: Callable[[], tuple[Digest, ...]] = tuple
+    load: Callable[[], PoolLoad | None] = lambda: None
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ async def open_lora(
             pool = _open_pool(settings, model, around.blobs, service)
             service.spawn(follow_registrations(pool, around.bus), "registrations")
             try:
-                yield OpenLora(LocalLora(pool, bell.ring, model.slices), pool.forget, pool.resident)
+                yield OpenLora(LocalLora(pool, bell.ring, model.slices), pool.forget, pool.load)
             finally:
                 pool.close()
         case "remote":
@@ -107,7 +107,7 @@ async def open_lora(
                 service.spawn(follow_registrations(pool, around.bus), "registrations")
                 try:
                     local = LocalLora(pool, bell.ring, model.slices)
-                    yield OpenLora(HybridLora(remote, local, pool), pool.forget, pool.resident)
+                    yield OpenLora(HybridLora(remote, local, pool), pool.forget, pool.load)
                 finally:
                     pool.close()
 
@@ -127,6 +127,7 @@ def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service
         cache_bytes=settings.cache_bytes,
         host_bytes=settings.host_bytes,
         load_share=settings.load_share,
+        retry_s=settings.load_retry_s,
         device=device,
     )
     logger.info("local pool", extra={"pool_bytes": pool_bytes, "num_slots": settings.pool_slots})

@@ -189,7 +189,7 @@ def _led(head: Head, own: OpenLora, service: Service, bell: Bell) -> OpenLora:
         head.forget(digest)
 
     backend = head.lead(own.backend, bell.ring, service.fail_threadsafe)
-    return OpenLora(backend, forget, own.resident)
+    return OpenLora(backend, forget, own.load)
 
 
 def _beat(
@@ -215,4 +215,7 @@ def _beat(
 
 
 def _load(loop: EngineLoop, lora: OpenLora) -> EngineLoad:
-    return structs.replace(loop.load, resident=lora.resident())
+    pool = lora.load()
+    if pool is None:
+        return loop.load
+    return structs.replace(loop.load, resident=pool.resident, loading=pool.loading, failed=pool.failed)

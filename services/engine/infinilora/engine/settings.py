@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
+from infinilora.pool.backoff import RETRY_S
 from infinilora.runtime.settings import Common
 from infinilora.runtime.watchdog import limit_s
 
@@ -83,6 +84,9 @@ class Settings(Common):
     """`local` mode: packed files on the local disk, under `var_dir`."""
     load_share: float = Field(default=0.05, gt=0, le=1)
     """Where this process has a pool: of one core, for all loads together, while rows of adapters in it are served."""
+    load_retry_s: float = Field(default=RETRY_S, gt=0, allow_inf_nan=False)
+    """Where this process has a pool: how long an adapter that could not be loaded is left alone; the pause doubles
+    while it goes on failing, up to twenty times this."""
     hybrid_bytes: int = Field(default=0, ge=0)
     """`remote` mode: memory of this engine for its hottest adapters, which are then computed here (decision 0007); with
     `pool_slots`, `host_bytes` and `cache_bytes` as in `local` mode. 0: none, all are computed by LoRA servers."""

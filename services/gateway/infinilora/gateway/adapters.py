@@ -104,7 +104,8 @@ class Adapters:
             )
             notes = check_declared(packed.declared_base, base, self._catalog.known_bases(), self._policy)
             await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing
-            await self._keep(packed, path)
+            # What could not be loaded may be damaged where it lies, at its right length: it is written anew.
+            await self._keep(packed, path, anew=self._catalog.states().of(packed.digest) == "failed")
             await self._ledger.watch(packed.digest)  # and anew: writing may take longer than a watch lasts
             outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed, notes))
             # What was in the store already may have been collected just before the name pointed to it; not after.
@@ -120,14 +121,14 @@ class Adapters:
         async with self._turn():
             return await asyncio.to_thread(verify_packed, self._blobs, digest)
 
-    async def _keep(self, packed: IngestReport, path: Path) -> None:
+    async def _keep(self, packed: IngestReport, path: Path, *, anew: bool = False) -> None:
         """Have the packed file in the store, and in its whole length; what it is tested with later, first."""
-        await asyncio.to_thread(self._put, keys.reference(packed.digest), reference_file(path))
-        await asyncio.to_thread(self._put, keys.packed(packed.digest), path)
+        await asyncio.to_thread(self._put, keys.reference(packed.digest), reference_file(path), anew=anew)
+        await asyncio.to_thread(self._put, keys.packed(packed.digest), path, anew=anew)
 
-    def _put(self, name: str, path: Path) -> None:
+    def _put(self, name: str, path: Path, *, anew: bool) -> None:
         blob = self._blobs.stat(name)
-        if blob is None or blob.size != path.stat().st_size:
+        if anew or blob is None or blob.size != path.stat().st_size:
             self._blobs.put_file(name, path, if_absent=blob is None)
 
     @asynccontextmanager

@@ -13,6 +13,7 @@ from infinilora.gateway.mirror import Entry
 from infinilora.gateway.names import AdapterRef, BaseRef, parse_model, parse_target
 from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
+from infinilora.gateway.states import States
 from infinilora.gateway.versions import current_version, version_of
 from infinilora.protocol.adapter import FINGERPRINT_VERSION, AdapterRecord, AliasRecord, BaseCard, VersionRecord
 from infinilora.protocol.errors import (
@@ -24,7 +25,7 @@ from infinilora.protocol.errors import (
     ModelNotFound,
     Unavailable,
 )
-from infinilora.protocol.ids import Digest, Fingerprint, check_name
+from infinilora.protocol.ids import Fingerprint, check_name
 
 
 class BaseEntry(msgspec.Struct, frozen=True):
@@ -208,6 +209,6 @@ class Catalog:
         )
         return [each for each in found if each is not None]
 
-    def state(self, digest: Digest) -> str:
-        """`resident`: some LoRA server or engine holds it now. `registered`: it is fetched when asked for."""
-        return "resident" if digest in self._fleet.resident() else "registered"
+    def states(self) -> States:
+        """How they fare now."""
+        return self._fleet.states()

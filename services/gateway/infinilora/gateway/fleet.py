@@ -15,6 +15,7 @@ from infinilora.gateway import scores
 from infinilora.gateway.breaker import Breakers
 from infinilora.gateway.prefixes import Chain, PrefixMemory
 from infinilora.gateway.scores import EngineView, Wanted
+from infinilora.gateway.states import States
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Unavailable
 from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest, HealthRequest
@@ -65,12 +66,9 @@ class Fleet:
         self.served()
         return self._known
 
-    def resident(self) -> frozenset[Digest]:
-        """Adapters that some LoRA server or engine holds, or that some engine has a lease on."""
-        loads = [member.beat.load for member in self._members() if member.health != "dead"]
-        held = [load.resident for load in loads if load is not None]
-        leased = [load.digests for load in loads if isinstance(load, EngineLoad)]
-        return frozenset(digest for digests in (*held, *leased) for digest in digests)
+    def states(self) -> States:
+        """How adapters fare now."""
+        return States(self._members())
 
     # Which engine
 

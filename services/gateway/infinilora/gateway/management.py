@@ -16,6 +16,7 @@ from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.pages import read_page
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
+from infinilora.gateway.states import States
 from infinilora.gateway.uploads import UploadLimits, is_upload, received
 from infinilora.gateway.versions import current_version, numbered
 from infinilora.protocol.adapter import AliasRecord, VersionRecord
@@ -133,7 +134,8 @@ class Management:
         """A page of the caller's adapters, by name."""
         page = read_page(request.query_params)
         found = self._catalog.page(self._tenant(request, caller), page.after, page.limit + 1)
-        return json_response(page.answer([self._show(each) for each in found]))
+        states = self._catalog.states()
+        return json_response(page.answer([self._show(each, states) for each in found]))
 
     async def show(self, request: Request, caller: Caller) -> Response:
         """One adapter with its versions, also by an alias."""
@@ -213,7 +215,7 @@ class Management:
 
         return Wish(tenant, body.name, body.base, body.replace, body.source, place, body.narrow)
 
-    def _show(self, found: Found) -> dict[str, Any]:
+    def _show(self, found: Found, states: States | None = None) -> dict[str, Any]:
         record = found.record
         return {
             "id": found.alias.name if found.alias else record.name,
@@ -224,7 +226,7 @@ class Management:
             "aliases": record.aliases,
             "base": self._catalog.base_name(record.base),
             "base_fingerprint": record.base,
-            "state": self._catalog.state(found.version.digest),
+            **(states or self._catalog.states()).show(found.version.digest),
             "pinned": record.pinned,
             **_show_version(found.version),
             "versions": [_show_version(v) for v in record.versions],

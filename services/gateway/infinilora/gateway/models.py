@@ -5,6 +5,7 @@ from typing import Any
 
 from infinilora.gateway.catalog import BaseEntry, Catalog, Found
 from infinilora.gateway.pages import Page
+from infinilora.gateway.states import States
 from infinilora.protocol.errors import Unavailable
 
 OWNER = "infinilora"
@@ -16,7 +17,8 @@ def list_models(catalog: Catalog, tenant: str, page: Page) -> dict[str, Any]:
     """Base models are on the first page, before and beside the adapters that it has room for."""
     bases = [] if page.after else [_base(entry) for entry in catalog.served_bases()]
     found = catalog.usable(tenant, page.after, page.limit + 1)
-    return page.answer([_adapter(catalog, each) for each in found], first=bases)
+    states = catalog.states()
+    return page.answer([_adapter(catalog, states, each) for each in found], first=bases)
 
 
 def show_model(catalog: Catalog, tenant: str, name: str) -> dict[str, Any]:
@@ -26,7 +28,9 @@ def show_model(catalog: Catalog, tenant: str, name: str) -> dict[str, Any]:
     if not entries:
         raise Unavailable(f"no engine of the base model of '{name[:120]}' answers now", retry_after_s=2.0)
     if target.digest is not None:
-        return _adapter(catalog, catalog.find(target.tenant, target.name)) | {"id": name, "digest": target.digest}
+        states = catalog.states()
+        shown = _adapter(catalog, states, catalog.find(target.tenant, target.name))
+        return shown | {"id": name, "digest": target.digest, "state": states.of(target.digest)}
     return _base(next((entry for entry in entries if entry.name == name), entries[0])) | {"id": name}
 
 
@@ -43,7 +47,7 @@ def _base(entry: BaseEntry) -> dict[str, Any]:
     }
 
 
-def _adapter(catalog: Catalog, found: Found) -> dict[str, Any]:
+def _adapter(catalog: Catalog, states: States, found: Found) -> dict[str, Any]:
     base = catalog.base_name(found.record.base)
     return {
         "id": found.alias.name if found.alias else found.record.name,
@@ -53,5 +57,5 @@ def _adapter(catalog: Catalog, found: Found) -> dict[str, Any]:
         "parent": base,
         "root": base,
         "digest": found.version.digest,
-        "state": catalog.state(found.version.digest),
+        "state": states.of(found.version.digest),
     }

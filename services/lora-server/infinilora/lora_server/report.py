@@ -46,6 +46,8 @@ def beat(
             bytes_total=load.bytes_total * num_shards,
             leases=load.leases,
             resident=load.resident,
+            loading=load.loading,
+            failed=load.failed,
             shape=settings.shape,
             rows_per_s=rows_per_s * num_shards,
         ),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
+from infinilora.pool.backoff import RETRY_S
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.shards import HEAD, Shape
 from infinilora.runtime.settings import Common
@@ -55,6 +56,9 @@ class Settings(Common):
     seconds at most. 1: loads never wait."""
     call_limit_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """A site call that computes for so long is stuck: the process ends itself, to be started again. 0: 8 s on a CPU."""
+    load_retry_s: float = Field(default=RETRY_S, gt=0, allow_inf_nan=False)
+    """How long an adapter that could not be loaded is left alone; the pause doubles while it goes on failing, up to
+    twenty times this."""
     max_bypass: int = Field(default=16, ge=1)
     """How often a waiting adapter is passed by later ones that fit."""
     age_after_s: float = Field(default=2.0, gt=0)

@@ -67,6 +67,7 @@ class Shard:
             fetch_threads=settings.fetch_threads,
             load_share=settings.load_share,
             device=settings.device,
+            retry_s=settings.load_retry_s,
             limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
             share=self.share,
         )

@@ -131,7 +131,7 @@ def list_adapters(
     if as_json:
         out.print_json(json.dumps(records))
         return
-    show_table(table_of(records))
+    show_adapters(records)
 
 
 @app.command()
@@ -237,6 +237,14 @@ def push_demo(model: DemoModel, *, url: Url = "", api_key: ApiKey = "", var_dir:
     with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
         demo.register(api, model, None)
     out.print(" ".join(adapter.name for adapter in demo.adapters_of(model)) or f"{model} has no demo adapters")
+
+
+def show_adapters(records: list[Json]) -> None:
+    """The adapters, and why those failed that could not be loaded."""
+    show_table(table_of(records))
+    for record in records:
+        if reason := record.get("state_reason"):
+            err.print(f"[red]{escape(record['name'])}[/red]: {escape(reason)}")
 
 
 def table_of(records: list[Json]) -> Table:

@@ -77,12 +77,13 @@ def heat_table(fleet: Json, hottest: int) -> Table:
 
 def _load(load: Json | None) -> str:
     match load:
+        case None:
+            return ""
         case {"running": running, "waiting": waiting, "kv_blocks_free": free, "kv_blocks_total": total}:
             return f"{running} running, {waiting} waiting, {free} of {total} KV blocks free"
         case {"bytes_free": free, "bytes_total": total, "leases": leases, "resident": resident}:
             used = f"{in_bytes(total - free)} of {in_bytes(total)}"
-            return f"{len(resident)} adapters resident, {used}, {leases} leases"
-        case None:
-            return ""
+            told = f"{len(resident)} adapters resident, {used}, {leases} leases"
+            return told + (f", {len(load['failed'])} failed" if load.get("failed") else "")
         case _:
             return UNKNOWN

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from infinilora.cli.adapter_commands import table_of
+from infinilora.cli.adapter_commands import show_adapters
 from infinilora.cli.api import Api, Json
 from infinilora.cli.find import coordinator, gateway
 from infinilora.cli.fleet_tables import glance
@@ -45,7 +45,7 @@ def status(
         out.print()
     else:
         err.print("[dim]no coordinator is known here; --coordinator URL shows the fleet[/dim]")
-    show_table(table_of(adapters))
+    show_adapters(adapters)
 
 
 def top(
