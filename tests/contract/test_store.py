@@ -4,14 +4,17 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 from uuid import uuid4
 
 import msgspec
 import pytest
+import redis.asyncio
 import redis.exceptions
 
 from infinilora.protocol.errors import Internal, Unavailable
-from infinilora.protocol.ids import digest_of
+from infinilora.protocol.ids import Digest, digest_of
+from infinilora.runtime import heat
 from infinilora.runtime.memory import MemoryStore
 from infinilora.runtime.store import READ_BATCH, Change, Effect, Lease, RedisStore, Stamp, Store, Unstamp, is_passing
 from support.procs import ValkeyServer
@@ -259,48 +262,77 @@ async def test_a_value_of_another_shape_is_named(store: Store, key: str) -> None
 # Heat
 
 
-async def test_heat_halves_in_a_half_life(store: Store, key: str) -> None:
-    await store.add_heat(key, A, 60, 10, 1000.0)
-    at_once = (await store.heat(key, 60, 1000.0, 10))[A]
-    later = (await store.heat(key, 60, 1060.0, 10))[A]
-    assert at_once == pytest.approx(10 * math.log(2) / 60)
-    assert later == pytest.approx(at_once / 2)
+def at(key: str, *half_lives_s: int) -> dict[str, float]:
+    return {f"{key}:{half_life_s}": float(half_life_s) for half_life_s in half_lives_s}
 
 
-async def test_a_steady_stream_shows_its_rate(store: Store, key: str) -> None:
-    for second in range(600):
-        await store.add_heat(key, A, 30, 5, 1000.0 + second)
-    assert (await store.heat(key, 30, 1599.5, 10))[A] == pytest.approx(5, rel=0.02)
+async def test_a_request_is_half_as_hot_a_half_life_later(store: Store, key: str) -> None:
+    half_lives = at(key, 600)
+    now = await store.add_heat(half_lives, {A: 10})
+    before = await store.add_heat(half_lives, {B: 10}, age_s=600)
+    (found,) = await store.heat(half_lives, 10)
+    assert found[B] / found[A] == pytest.approx(2 ** ((before - now) / 600), rel=1e-6)
+    assert found[A] <= 10 * math.log(2) / 600 < 2 * found[A]
 
 
-async def test_heat_is_the_same_in_whatever_order_it_is_added(store: Store, key: str) -> None:
-    events = [(1.0, 1000.0), (2.0, 1030.0), (4.0, 1010.0), (8.0, 1100.0), (16.0, 1005.0)]
-    for amount, now in events:
-        await store.add_heat(key, A, 60, amount, now)
-    for amount, now in reversed(events):
-        await store.add_heat(key, B, 60, amount, now)
-    found = await store.heat(key, 60, 1100.0, 10)
-    exact = sum(amount * 2 ** ((now - 1100.0) / 60) for amount, now in events) * math.log(2) / 60
-    assert found[A] == pytest.approx(exact, rel=1e-12)
-    assert found[B] == pytest.approx(exact, rel=1e-12)
+async def test_heat_of_many_writers_is_the_sum_over_all_they_counted(store: Store, key: str) -> None:
+    """Under every half-life, in whatever order they come: as floats of 64 bits have it from the list of all events."""
+    half_lives, random = at(key, 10, 60, 600), Random(7)
+    events: dict[Digest, list[tuple[float, float]]] = {digest: [] for digest in (A, B, C)}
 
+    async def write() -> None:
+        for _ in range(30):
+            counts = {digest: float(random.randint(1, 9)) for digest in random.sample((A, B, C), 2)}
+            came_at = await store.add_heat(half_lives, counts, age_s=random.choice((0.0, 5.0, 40.0, 300.0)))
+            for digest, count in counts.items():
+                events[digest].append((count, came_at))
 
-async def test_heat_counts_every_one_of_many_writers(store: Store, key: str) -> None:
     async with asyncio.TaskGroup() as group:
-        for writer in range(20):
-            for _ in range(10):
-                group.create_task(store.add_heat(key, A, 60, 1, 1000.0 + writer % 3))
-    per_stamp = [sum(10 for writer in range(20) if writer % 3 == late) for late in range(3)]
-    exact = sum(count * 2 ** ((late - 2) / 60) for late, count in enumerate(per_stamp)) * math.log(2) / 60
-    assert (await store.heat(key, 60, 1002.0, 1))[A] == pytest.approx(exact, rel=1e-9)
+        for _ in range(20):
+            group.create_task(write())
+    latest = max(came_at for listed in events.values() for _, came_at in listed)
+    for found, half_life_s in zip(await store.heat(half_lives, 10), half_lives.values(), strict=True):
+        exact = {
+            digest: math.fsum(count * 2 ** ((came_at - latest) / half_life_s) for count, came_at in listed)
+            for digest, listed in events.items()
+        }
+        assert list(found) == sorted(exact, key=lambda digest: -exact[digest])
+        for digest in (B, C):  # rates over a rate: it does not matter when they are read
+            assert found[digest] / found[A] == pytest.approx(exact[digest] / exact[A], rel=1e-6)
 
 
-async def test_the_hottest_come_first_and_the_cold_are_forgotten(store: Store, key: str) -> None:
-    await store.add_heat(key, A, 10, 1, 1000.0)
-    await store.add_heat(key, B, 10, 5, 1000.0)
-    await store.add_heat(key, C, 10, 3, 1000.0)
-    assert list(await store.heat(key, 10, 1000.0, 2)) == [B, C]
-    assert await store.heat(key, 10, 2000.0, 10) == {}
+async def test_the_hottest_come_first_and_as_many_as_are_asked_for(store: Store, key: str) -> None:
+    half_lives = at(key, 10)
+    await store.add_heat(half_lives, {A: 1, B: 5, C: 3})
+    assert [list(found) for found in await store.heat(half_lives, 2)] == [[B, C]]
+    await store.add_heat(half_lives, {A: 9})
+    assert [list(found) for found in await store.heat(half_lives, 2)] == [[A, B]]
+
+
+async def test_the_cold_are_forgotten_under_the_half_life_that_they_are_cold_under(store: Store, key: str) -> None:
+    half_lives = at(key, 10, 60)
+    await store.add_heat(half_lives, {A: 1, B: 1}, age_s=150)
+    await store.add_heat(half_lives, {C: 1})
+    assert [set(found) for found in await store.heat(half_lives, 10)] == [{C}, {A, B, C}]
+    assert await store.heat(at(f"{key}:nothing", 10), 10) == [{}]
+
+
+@pytest.mark.integration
+async def test_what_is_forgotten_takes_no_room_and_a_write_takes_out_a_bounded_number(
+    redis_server: ValkeyServer, key: str
+) -> None:
+    half_lives = at(key, 10)
+    async with RedisStore(redis_server.url) as store, redis.asyncio.Redis.from_url(redis_server.url) as client:
+        old = {digest_of(b"%d" % number): 1 for number in range(3 * READ_BATCH)}
+        await store.add_heat(half_lives, old, age_s=90)
+        assert await client.zcard(f"{key}:10") == len(old)
+        cold = {str(digest): heat.cold_below(0, 10) - 1 for digest in old}
+        await client.zadd(f"{key}:10", cold)
+        left = []
+        for _ in range(3):
+            await store.add_heat(half_lives, {A: 1})
+            left.append(await client.zcard(f"{key}:10"))
+        assert left == [len(old) - heat.FORGOTTEN + 1, 1, 1]
 
 
 # Leases

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +25,7 @@ A, B, C = sorted(digest_of(name.encode()) for name in "abc")
 INTERVAL_S = 0.04
 POLICY = Policy(
     reconcile_s=60,
-    heat_half_life_s=60,
+    heat_half_lives_s=(60,),
     hot_rps=2.0,
     fill=1.0,
     max_hints=4,
@@ -45,9 +44,16 @@ class World:
     """A store, a bus, LoRA servers that beat, and one coordinator's reconciler."""
 
     def __init__(
-        self, store: MemoryStore, bus: MemoryBus, members: Members, blobs: DirectoryBlobs, clock: "Clock"
+        self,
+        store: MemoryStore,
+        bus: MemoryBus,
+        members: Members,
+        blobs: DirectoryBlobs,
+        clock: "Clock",
+        policy: Policy = POLICY,
     ) -> None:
         self.clock = clock
+        self.policy = policy
         self.store = store
         self.bus = bus
         self.members = members
@@ -58,8 +64,9 @@ class World:
             members=members,
             leadership=self.leadership,
             metrics=CoordinatorMetrics(new_registry()),
-            policy=POLICY,
+            policy=policy,
             blobs=blobs,
+            clock=clock,
         )
         self.commands: list[tuple[str, Command]] = []
         self._seq = 0
@@ -71,8 +78,8 @@ class World:
         )
         await self.store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
 
-    async def warm(self, digest: Digest, requests: float) -> None:
-        await self.store.add_heat(keys.heat(60), digest, 60, requests, datetime.now(UTC).timestamp())
+    async def warm(self, digest: Digest, requests: float, *, age_s: float = 0.0) -> None:
+        await self.store.add_heat(keys.heats(self.policy.heat_half_lives_s), {digest: requests}, age_s=age_s)
 
     async def beat(
         self,
@@ -129,9 +136,9 @@ class Clock:
 
 
 @asynccontextmanager
-async def a_world(bus: MemoryBus | None = None) -> AsyncIterator[World]:
+async def a_world(bus: MemoryBus | None = None, policy: Policy = POLICY) -> AsyncIterator[World]:
     store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
     with TemporaryDirectory() as root:
         async with Members(bus, interval_s=INTERVAL_S, clock=clock) as members:
             clock.now += 1  # the frozen start is over
-            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock)
+            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock, policy)

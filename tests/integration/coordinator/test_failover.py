@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,7 @@ async def register(store: RedisStore) -> None:
         record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
         stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
         assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
-        now = datetime.now(UTC).timestamp()
-        await store.add_heat(keys.heat(HEAT_S), digest, HEAT_S, 100.0 + number, now)
+        await store.add_heat(keys.heats([HEAT_S]), {digest: 100.0 + number})
 
 
 @asynccontextmanager
@@ -92,7 +90,7 @@ async def a_fleet(home: Path) -> AsyncIterator[Fleet]:
         fleet = Fleet(cluster, store)
         loop = asyncio.get_running_loop()
         following = [loop.create_task(fleet.follow(bus)), loop.create_task(fleet.follow_deaths(bus))]
-        settings = {"HEAT_HALF_LIFE_S": str(HEAT_S), "HOT_RPS": "1000", "HINT_PAUSE_S": "2", "MAX_HINTS": "8"}
+        settings = {"HEAT_HALF_LIVES_S": str(HEAT_S), "HOT_RPS": "1000", "HINT_PAUSE_S": "2", "MAX_HINTS": "8"}
         await register(store)
         for name in ("c1", "c2"):
             await cluster.coordinator(name, **settings)

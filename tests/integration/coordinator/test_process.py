@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
@@ -83,7 +82,7 @@ async def test_a_registered_adapter_is_placed_and_a_hot_one_staged(tmp_path: Pat
                 return found is not None and found.placement.groups == {"g1": (ADAPTER,)}
 
             await eventually(is_placed, "the adapter is placed", 20)
-            await store.add_heat(keys.heat(60), ADAPTER, 60, 10, datetime.now(UTC).timestamp())
+            await store.add_heat(keys.heats([10, 60, 600]), {ADAPTER: 10})
             await eventually(lambda: bool(server.commands), "the hint comes", 20)
             assert server.commands[0].body == Stage(digest=ADAPTER)
             assert server.commands[0].epoch == 1

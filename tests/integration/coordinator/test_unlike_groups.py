@@ -1,6 +1,5 @@
 """A coordinator, and two groups that beat unlike speeds: the hot are planned and staged on the fast one."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ async def register(store: RedisStore, name: str, digest: Digest, heat: float) ->
     version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=10, max_rank=8)
     record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
     stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
-    await store.add_heat(keys.heat(HEAT_S), digest, HEAT_S, heat, datetime.now(UTC).timestamp())
+    await store.add_heat(keys.heats([HEAT_S]), {digest: heat})
     assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
 
 
@@ -34,7 +33,7 @@ async def test_the_hot_are_placed_on_the_fast_group_and_the_rare_on_the_slow(tmp
     async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
         cluster.group("a-slow", BASE, rows_per_s=2000.0)
         cluster.group("b-fast", BASE, rows_per_s=8000.0)
-        coordinator = await cluster.coordinator("c1", HEAT_HALF_LIFE_S=str(HEAT_S), HOT_RPS="1000")
+        coordinator = await cluster.coordinator("c1", HEAT_HALF_LIVES_S=str(HEAT_S), HOT_RPS="1000")
 
         async def groups() -> dict[str, list[Digest]]:
             members = (await coordinator.fleet())["members"]

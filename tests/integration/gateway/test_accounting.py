@@ -1,7 +1,6 @@
 """What requests leave behind: one trace, heat, usage events."""
 
 import asyncio
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import UsageEvent
-from infinilora.protocol.ids import Digest
 from infinilora.runtime.telemetry import Telemetry
 from support.gateway_house import House, open_house
 from support.scripted_engine import ScriptedEngine
@@ -73,20 +71,16 @@ async def test_a_usage_event_says_that_the_base_answered(tmp_path: Path) -> None
 
 
 async def test_heat_is_added_once_a_request_for_adapters_only(tmp_path: Path) -> None:
-    async with open_house(tmp_path, heat_half_life_s=60) as house:
+    async with open_house(tmp_path, heat_half_lives_s=(10, 60)) as house:
         digest = await house.seed("a1")
         for _ in range(3):
             await house.complete("a1", max_tokens=1, n=2)
         await house.complete("tiny", max_tokens=1)
         async with asyncio.timeout(5):
-            while not (heat := await heat_of(house)):
+            while not all(found := await house.store.heat(keys.heats([10, 60]), 10)):
                 await asyncio.sleep(0.05)
-        assert list(heat) == [digest]
-        assert heat[digest] == pytest.approx(3 * 0.693 / 60, rel=0.2)
-
-
-async def heat_of(house: House) -> dict[Digest, float]:
-    return await house.store.heat(keys.heat(60), 60, datetime.now(UTC).timestamp(), 10)
+        assert [list(heat) for heat in found] == [[digest], [digest]]
+        assert found[1][digest] == pytest.approx(3 * 0.693 / 60, rel=0.2)
 
 
 async def test_engines_report_what_is_resident(tmp_path: Path) -> None:

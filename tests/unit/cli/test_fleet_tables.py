@@ -27,7 +27,7 @@ def fleet() -> dict[str, Any]:
             {"id": "l-1", "state": "ready", "health": "alive", "address": "a:3", "group": "g-1", "load": POOL},
         ],
         "placement": {},
-        "heat": [{"digest": "sha256:aa", "name": "mine", "rps": 2.5}],
+        "heat": [{"digest": "sha256:aa", "name": "mine", "rps": 2.5, "is_rising": True}],
     }
 
 
@@ -72,7 +72,7 @@ def test_what_is_said_is_shown_and_nothing_is_unknown() -> None:
         ["l-1", "ready", "alive", "a:3", "1 adapters resident, 4.0 MB of 5.0 MB, 2 leases"],
         [],
         ["adapter", "requests/s", "resident on"],
-        ["mine", "2.50", "g-1"],
+        ["mine", "2.50 rising", "g-1"],
     ]
 
 
@@ -81,7 +81,7 @@ def test_an_older_coordinator_says_nothing_of_freezes_and_drains() -> None:
     assert headline(older) == "c-1 leads, epoch 7; unknown: whether somebody froze it, what is to drain"
 
 
-UNSEEN = {"coordinator", "is_leading", "placement", "group", "name"}
+UNSEEN = {"coordinator", "is_leading", "placement", "group", "name", "is_rising"}
 """Not shown, or something else stands in for it."""
 
 

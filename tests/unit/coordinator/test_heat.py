@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from infinilora.coordinator.heat import Drift, copies, drift, hot_spots, top
-from infinilora.protocol.ids import digest_of
+from infinilora.coordinator.heat import ENOUGH, Drift, Heat, TopDrift, copies, drift, hot_spots, top_drift
+from infinilora.protocol.ids import Digest, digest_of
 
-A, B, C = sorted(digest_of(name.encode()) for name in "abc")
+A, B, C, D = sorted(digest_of(name.encode()) for name in "abcd")
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,6 @@ def test_hot_spots_are_those_with_more_than_one() -> None:
     assert hot_spots({A: 4.1, B: 1.5, C: 1.5}, 2.0, {B: 2, C: 1}) == {A: 3, B: 2}
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(0, []), (2, [C, A]), (9, [C, A, B])])
-def test_the_hottest_come_first_and_the_equal_by_digest(count: int, wanted: list[str]) -> None:
-    assert top({B: 1.0, A: 1.0, C: 2.0}, count) == wanted
-
-
 @pytest.mark.parametrize(
     ("name", "rates", "rps", "doublings", "is_rising"),
     [
@@ -60,3 +55,52 @@ def test_drift(name: str, rates: dict[float, float], rps: float, doublings: floa
     found = drift(A, rates)
     assert found == Drift(A, rps, found.doublings, is_rising), name
     assert found.doublings == pytest.approx(doublings), name
+
+
+@pytest.mark.parametrize(
+    ("name", "latest", "lasting", "count", "wanted"),
+    [
+        ("nothing at all", [], [], 3, TopDrift((), (), {}, 1.0)),
+        ("as it was", [A, B], [A, B], 3, TopDrift((), (), {}, 1.0)),
+        ("two change places", [B, A], [A, B], 3, TopDrift((), (), {B: 1, A: -1}, 1.0)),
+        ("one comes to the top", [C, A], [A, B], 3, TopDrift((C,), (B,), {A: -1}, 1 / 3)),
+        ("all others", [C, D], [A, B], 3, TopDrift((C, D), (A, B), {}, 0.0)),
+        ("below the top nothing counts", [A, B, C], [A, B, D], 2, TopDrift((), (), {}, 1.0)),
+        ("nobody comes now", [], [B, A], 3, TopDrift((), (B, A), {}, 0.0)),
+        ("nobody came before", [B], [], 3, TopDrift((B,), (), {}, 0.0)),
+        ("from the last place to the first", [C, A, B], [A, B, C], 3, TopDrift((), (), {C: 2, A: -1, B: -1}, 1.0)),
+    ],
+)
+def test_top_drift(name: str, latest: list[Digest], lasting: list[Digest], count: int, wanted: TopDrift) -> None:
+    assert top_drift(dict.fromkeys(latest, 1.0), dict.fromkeys(lasting, 1.0), count) == wanted, name
+
+
+def test_the_views_are_by_half_life_in_whatever_order() -> None:
+    heat = Heat({600: {A: 1.0}, 10: {A: 3.0}, 60: {A: 2.0}})
+    assert (heat.latest, heat.recent, heat.lasting) == ({A: 3.0}, {A: 2.0}, {A: 1.0})
+
+
+@pytest.mark.parametrize(("half_lives", "recent"), [((), None), ((60,), 60), ((10, 600), 600)])
+def test_few_half_lives_do_too(half_lives: tuple[int, ...], recent: int | None) -> None:
+    heat = Heat({half_life_s: {A: float(half_life_s)} for half_life_s in half_lives})
+    assert heat.recent == ({A: float(recent)} if recent else {})
+    assert heat.to_plan_with() == ({A: float(max(half_lives))} if half_lives else {})
+
+
+def test_an_adapter_is_planned_with_by_the_long_run_unless_it_rises() -> None:
+    enough = ENOUGH * math.log(2) / 10
+    heat = Heat(
+        {
+            10: {A: 9.0, B: 3.0, C: enough * 0.9},
+            60: {B: 3.0, A: 2.0, C: 0.01},
+            600: {B: 4.0, A: 1.0, D: 0.5, C: 0.002},
+        }
+    )
+    assert heat.rising() == {A: 9.0}
+    assert heat.to_plan_with() == {A: 9.0, B: 4.0, C: 0.002, D: 0.5}
+
+
+def test_what_the_longest_view_has_no_room_for_is_as_hot_as_its_last() -> None:
+    heat = Heat({10: {C: 0.07}, 600: {A: 2.0, B: 0.5}})
+    assert heat.to_plan_with() == {A: 2.0, B: 0.5, C: 0.5}
+    assert heat.asked_for() == {A, B, C}

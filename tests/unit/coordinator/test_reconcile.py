@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from infinilora.protocol.control import (
 )
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime.memory import MemoryBus
-from support.coordinator_world import BASE, INTERVAL_S, A, B, C, a_world, stamp
+from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, a_world, stamp
 from support.waiting import eventually
 
 
@@ -118,6 +119,50 @@ async def test_what_has_heat_and_is_nowhere_is_staged_once() -> None:
         assert [(group, command.body, command.epoch) for group, command in world.commands] == [
             ("g1", Stage(digest=A), 1)
         ]
+
+
+HALVES = replace(POLICY, heat_half_lives_s=(10, 600), max_hints=1)
+
+
+async def test_what_is_asked_for_now_is_staged_before_what_was_asked_for_more_in_the_long_run() -> None:
+    async with a_world(policy=HALVES) as world:
+        await world.obey("g1")
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.warm(A, 300, age_s=600)
+        await world.warm(B, 3)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Stage(digest=B)]
+
+
+async def test_room_is_for_what_is_asked_for_in_the_long_run() -> None:
+    """A few requests now make an adapter no hotter than one that has hundreds behind it."""
+    async with a_world(policy=HALVES) as world:
+        await world.register("one", A)
+        await world.register("two", B)
+        await world.warm(A, 300, age_s=600)
+        await world.warm(B, 3)
+        await world.leadership.step()
+        await world.beat("g1", total=10)
+        await world.reconciler.round()
+        found = await world.placement()
+        assert found is not None
+        assert found.groups == {"g1": (A,)}
+
+
+async def test_what_rises_is_a_hot_spot_before_the_long_run_knows_it() -> None:
+    async with a_world(policy=HALVES) as world:
+        await world.register("one", A)
+        await world.warm(A, 60)  # 4 requests a second of the latest ten seconds, 0.07 of ten minutes
+        await world.leadership.step()
+        for group in ("g1", "g2", "g3"):
+            await world.beat(group)
+        await world.reconciler.round()
+        found = await world.placement()
+        assert found is not None
+        assert found.groups == {"g1": (A,), "g2": (A,), "g3": (A,)}
 
 
 async def test_a_pinned_adapter_is_staged_without_heat() -> None:

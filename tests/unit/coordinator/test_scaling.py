@@ -38,7 +38,7 @@ from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
 INTERVAL_S, LEAD_S, HOLD_S, IDLE_S = 0.04, 60.0, 300.0, 900.0
-POLICY = Policy(60, 60, 2.0, 1.0, 4, 60, 30, 5, 0)
+POLICY = Policy(60, (60,), 2.0, 1.0, 4, 60, 30, 5, 0)
 
 
 class Told:

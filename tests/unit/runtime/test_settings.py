@@ -30,6 +30,24 @@ def test_the_environment_is_read_with_its_prefix(environment: pytest.MonkeyPatch
     assert (settings.threads, settings.var_dir, settings.log_level) == (5, Path("/tmp/var"), "info")
 
 
+@pytest.mark.parametrize(("given", "read_as"), [("60", (60,)), ("600, 10,60", (10, 60, 600)), ("5,5", (5,))])
+def test_half_lives_are_read_shortest_first(
+    environment: pytest.MonkeyPatch, given: str, read_as: tuple[int, ...]
+) -> None:
+    environment.setenv("INFINILORA_HEAT_HALF_LIVES_S", given)
+    assert read(Settings).heat_half_lives_s == read_as
+
+
+@pytest.mark.parametrize("given", ["", "0,60", "ten", "10,,60", "-5", "1.5"])
+def test_half_lives_that_are_none_are_refused(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    environment.setenv("INFINILORA_HEAT_HALF_LIVES_S", given)
+    with pytest.raises(SystemExit):
+        read(Settings)
+    assert "wanted whole seconds" in capsys.readouterr().err
+
+
 def test_what_is_missing_or_wrong_is_named_and_ends_the_process(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Every Redis key and every object name in one place. One writer per fact, named beside each key."""
 
 import zlib
+from collections.abc import Iterable
 
 from infinilora.protocol.ids import Digest, Fingerprint
 
@@ -103,8 +104,13 @@ def placement_part(base: Fingerprint, group: str) -> str:
 
 
 def heat(half_life_s: int) -> str:
-    """Hash digest -> "score stamp": exponentially decayed counts. Writers: gateways add; exact by script."""
-    return f"infinilora:heat:{half_life_s}"
+    """Sorted set of digests by the logarithm of a decayed count (runtime/heat.py). Writers: gateways add by script."""
+    return f"infinilora:heat-ranks:{half_life_s}"
+
+
+def heats(half_lives_s: Iterable[int]) -> dict[str, int]:
+    """The keys of several half-lives, each with its own."""
+    return {heat(half_life_s): half_life_s for half_life_s in half_lives_s}
 
 
 def residency(group: str) -> str:

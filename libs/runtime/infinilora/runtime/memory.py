@@ -6,7 +6,8 @@ They pass the contract suites of the real ones, encode every value as these do, 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from heapq import nlargest
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,9 +15,9 @@ import msgspec
 from infinilora.protocol import keys
 from infinilora.protocol.errors import Unavailable, WireError, from_wire
 from infinilora.protocol.ids import Digest
+from infinilora.runtime import heat
 from infinilora.runtime.bus import Handler, answer, decode_reply, encode
 from infinilora.runtime.store import (
-    COLD,
     READ_BATCH,
     Change,
     Effect,
@@ -26,7 +27,6 @@ from infinilora.runtime.store import (
     Unstamp,
     Value,
     decode,
-    hottest,
     parse_lease,
 )
 from infinilora.runtime.subscription import Subscription
@@ -144,7 +144,7 @@ class MemoryStore:
         self._expiry: dict[str, float] = {}
         self._journals: dict[str, dict[str, int]] = {}
         self._counters: dict[str, int] = {}
-        self._heat: dict[str, dict[Digest, tuple[float, float]]] = {}
+        self._heat: dict[str, dict[Digest, float]] = {}
 
     async def __aenter__(self) -> "MemoryStore":
         return self
@@ -208,20 +208,26 @@ class MemoryStore:
         self._check_connected()
         return self._counters.get(key, 0)
 
-    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
+    async def add_heat(
+        self, half_lives: Mapping[str, float], counts: Mapping[Digest, float], *, age_s: float = 0.0
+    ) -> float:
         self._check_connected()
-        scores = self._heat.setdefault(key, {})
-        score, stamp = scores.get(digest, (0.0, now))
-        if now >= stamp:
-            scores[digest] = (score * 2.0 ** ((stamp - now) / half_life_s) + amount, now)
-        else:
-            scores[digest] = (score + amount * 2.0 ** ((now - stamp) / half_life_s), stamp)
+        now = self._clock()
+        for key, half_life_s in half_lives.items():
+            scores, cold = self._heat.get(key, {}), heat.cold_below(now, half_life_s)
+            for digest, count in counts.items():
+                score = heat.score_of(count, now - age_s, half_life_s)
+                scores[digest] = heat.added(scores[digest], score) if digest in scores else score
+            self._heat[key] = {digest: score for digest, score in scores.items() if score >= cold}
+        return now - age_s
 
-    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
+    async def heat(self, half_lives: Mapping[str, float], top: int) -> list[dict[Digest, float]]:
         self._check_connected()
-        held = self._heat.get(key, {})
-        scores = [(d, s * 2.0 ** (min(0.0, t - now) / half_life_s)) for d, (s, t) in held.items()]
-        return hottest([pair for pair in scores if pair[1] >= COLD], half_life_s, top)
+        found = []
+        for key, half_life_s in half_lives.items():
+            ranked = nlargest(top, self._heat.get(key, {}).items(), key=lambda pair: (pair[1], pair[0]))
+            found.append(heat.rates(ranked, self._clock(), half_life_s))
+        return found
 
     async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
         if self._read(key) is not None:

@@ -276,6 +276,11 @@ class CoordinatorMetrics:
             "Adapters asked for that died with a group and are resident nowhere.",
             registry=registry,
         )
+        self.heat_drift = Gauge(
+            "infinilora_heat_drift",
+            "Share of the hundred hottest of late and of the long run that are not in both: popularity moves.",
+            registry=registry,
+        )
         self.commands = Counter(
             "infinilora_commands", "Commands sent, by body and outcome.", ("body", "outcome"), registry=registry
         )

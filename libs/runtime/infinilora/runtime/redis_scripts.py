@@ -44,36 +44,29 @@ if #marked > 0 then redis.call('SET', KEYS[3], marked[#marked]) end
 return #marked / 2
 """
 
-# A late amount is decayed to the stamp, an early score to now: the sum is the same in either order.
+# heat.py says what a score is. KEYS: a sorted set for each half-life. ARGV: the landmark, how long ago these requests
+# came, how many are forgotten at most, the logarithm of what is cold; the half-lives; then digests, each with the
+# logarithm of its count. Returns when they came, on the server's clock.
 ADD_HEAT = """
-local half_life, amount, now = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local held = redis.call('HGET', KEYS[1], ARGV[1])
-local score, stamp = 0, now
-if held then
-  local s, t = string.match(held, '^(%S+) (%S+)$')
-  score, stamp = tonumber(s), tonumber(t)
-end
-if now >= stamp then
-  score, stamp = score * 2 ^ ((stamp - now) / half_life) + amount, now
-else
-  score = score + amount * 2 ^ ((now - stamp) / half_life)
-end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.17g %.17g', score, stamp))
-"""
-
-READ_HEAT = """
-local half_life, now, cold = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local flat, reply = redis.call('HGETALL', KEYS[1]), {}
-for i = 1, #flat, 2 do
-  local s, t = string.match(flat[i + 1], '^(%S+) (%S+)$')
-  local score = tonumber(s) * 2 ^ (math.min(0, tonumber(t) - now) / half_life)
-  if score < cold then redis.call('HDEL', KEYS[1], flat[i])
-  else
-    table.insert(reply, flat[i])
-    table.insert(reply, string.format('%.17g', score))
+local time = redis.call('TIME')
+local now = tonumber(time[1]) - tonumber(ARGV[1]) + tonumber(time[2]) / 1e6
+local came_at = now - tonumber(ARGV[2])
+for k, key in ipairs(KEYS) do
+  local half_life = tonumber(ARGV[4 + k])
+  for i = 5 + #KEYS, #ARGV, 2 do
+    local score, held = tonumber(ARGV[i + 1]) + came_at / half_life, redis.call('ZSCORE', key, ARGV[i])
+    if held then
+      held = tonumber(held)
+      local high, low = math.max(held, score), math.min(held, score)
+      score = high + math.log(1 + 2 ^ (low - high)) / math.log(2)
+    end
+    redis.call('ZADD', key, string.format('%.17g', score), ARGV[i])
   end
+  local cold = string.format('(%.17g', tonumber(ARGV[4]) + now / half_life)
+  local gone = redis.call('ZRANGEBYSCORE', key, '-inf', cold, 'LIMIT', 0, ARGV[3])
+  if #gone > 0 then redis.call('ZREM', key, unpack(gone)) end
 end
-return reply
+return string.format('%.17g', came_at)
 """
 
 ACQUIRE = """

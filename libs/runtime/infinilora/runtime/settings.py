@@ -6,10 +6,10 @@ secrets have no default: `infinilora up`, compose and the chart name them.
 
 import sys
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from infinilora.runtime.credentials import Credentials, From
 
@@ -53,10 +53,21 @@ class Common(BaseSettings):
     """Where this process may keep caches and models."""
     beat_ms: int = Field(default=500, gt=0)
     """Between two heartbeats. The same number for every process of a cluster."""
-    heat_half_life_s: int = Field(default=60, gt=0)
-    """Of the adapters' heat: gateways add and the coordinator reads with the same one."""
+    heat_half_lives_s: Annotated[tuple[int, ...], NoDecode] = (10, 60, 600)
+    """`10,60,600`: of the adapters' heat. The shortest sees what rises within seconds, the longest what lasts: gateways
+    count under all of them, the coordinator reads all. The same for every process of a cluster."""
     drain_s: float = Field(default=10.0, gt=0)
     """After a stop is asked for, how long running work may take to finish."""
+
+    @field_validator("heat_half_lives_s", mode="before")
+    @classmethod
+    def _half_lives_are_seconds(cls, value: Any) -> Any:
+        """Shortest first, whatever order they are given in."""
+        given = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        half_lives_s = sorted({int(one) for one in given if str(one).isdecimal()})
+        if not half_lives_s or half_lives_s[0] == 0 or not all(str(one).isdecimal() for one in given):
+            raise ValueError(f"half-lives are {value!r}; wanted whole seconds, each more than none: 10,60,600")
+        return tuple(half_lives_s)
 
     @property
     def store_credentials(self) -> Credentials:

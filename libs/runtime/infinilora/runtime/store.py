@@ -9,9 +9,10 @@ read before writing again. What must change together changes in one script. Noth
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import log2
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -23,18 +24,17 @@ from redis.backoff import NoBackoff
 from infinilora.protocol import keys
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest
+from infinilora.runtime import heat
 from infinilora.runtime import redis_scripts as scripts
 
 T = TypeVar("T")
 
 DEADLINE_S = 0.8
 READ_BATCH = 500
-"""Values read in one command: a few milliseconds of the server's, far below the deadline."""
+"""Values read (or adapters counted) in one command: a few milliseconds of the server's, far below the deadline."""
 BREAKER_FAILURES = 3
 BREAKER_OPEN_S = 0.5
 MAX_CONNECTIONS = 16
-COLD = 1e-6
-"""A score below this is forgotten: 40 half-lives after ten requests."""
 
 
 class Value(NamedTuple, Generic[T]):
@@ -99,7 +99,7 @@ class Lease(NamedTuple):
 
 
 class Store(Protocol):
-    """Facts as a process sees them. `now` and stamps are seconds since 1970, half-lives seconds."""
+    """Facts as a process sees them."""
 
     async def get(self, key: str, kind: type[T]) -> Value[T] | None: ...
     async def get_many(self, wanted: Sequence[str], kind: type[T]) -> list[Value[T] | None]: ...
@@ -136,12 +136,18 @@ class Store(Protocol):
         ...
 
     async def counter(self, key: str) -> int: ...
-    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
-        """Add `amount` requests at `now`. Exact however many writers add, in whatever order."""
+    async def add_heat(
+        self, half_lives: Mapping[str, float], counts: Mapping[Digest, float], *, age_s: float = 0.0
+    ) -> float:
+        """Count so many requests (each more than none), that came `age_s` ago, at each key under its half-life.
+
+        Exact however many writers add, in whatever order. Returns when they came, in seconds on the store's clock.
+        Raises Unavailable when some may have been counted and others not.
+        """
         ...
 
-    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
-        """The `top` hottest digests, hottest first, in decayed requests per second."""
+    async def heat(self, half_lives: Mapping[str, float], top: int) -> list[dict[Digest, float]]:
+        """For each key the `top` hottest digests, hottest first, in decayed requests per second. Costs by `top`."""
         ...
 
     async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
@@ -151,11 +157,6 @@ class Store(Protocol):
     async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool: ...
     async def release_lease(self, key: str, owner: str, epoch: int) -> bool: ...
     async def lease(self, key: str) -> Lease | None: ...
-
-
-def rate_of(score: float, half_life_s: float) -> float:
-    """Decayed requests per second from a decayed count: a steady rate r ends at r * half_life / ln 2."""
-    return score * 0.6931471805599453 / half_life_s
 
 
 class RedisStore:
@@ -177,7 +178,6 @@ class RedisStore:
         self._swap = self._redis.register_script(scripts.SWAP)
         self._trim = self._redis.register_script(scripts.TRIM)
         self._add_heat = self._redis.register_script(scripts.ADD_HEAT)
-        self._read_heat = self._redis.register_script(scripts.READ_HEAT)
         self._acquire = self._redis.register_script(scripts.ACQUIRE)
         self._renew = self._redis.register_script(scripts.RENEW)
 
@@ -258,15 +258,28 @@ class RedisStore:
         async with self._deadline():
             return int(await self._redis.get(key) or 0)
 
-    async def add_heat(self, key: str, digest: Digest, half_life_s: float, amount: float, now: float) -> None:
-        async with self._deadline():
-            await self._add_heat(keys=[key], args=[digest, half_life_s, amount, repr(now)])
+    async def add_heat(
+        self, half_lives: Mapping[str, float], counts: Mapping[Digest, float], *, age_s: float = 0.0
+    ) -> float:
+        came_at, pairs = 0.0, list(counts.items())
+        for start in range(0, len(pairs), READ_BATCH):
+            batch = [part for digest, count in pairs[start : start + READ_BATCH] for part in (digest, log2(count))]
+            constants = (heat.LANDMARK_S, age_s, heat.FORGOTTEN, log2(heat.COLD))
+            async with self._deadline():
+                said = await self._add_heat(keys=list(half_lives), args=[*constants, *half_lives.values(), *batch])
+            came_at = float(said)
+        return came_at
 
-    async def heat(self, key: str, half_life_s: float, now: float, top: int) -> dict[Digest, float]:
-        async with self._deadline():
-            flat = await self._read_heat(keys=[key], args=[half_life_s, repr(now), COLD])
-        scores = [(Digest(d.decode()), float(s)) for d, s in zip(flat[::2], flat[1::2], strict=True)]
-        return hottest(scores, half_life_s, top)
+    async def heat(self, half_lives: Mapping[str, float], top: int) -> list[dict[Digest, float]]:
+        found = []
+        for key, half_life_s in half_lives.items():
+            async with self._deadline(), self._redis.pipeline() as together:
+                together.time()
+                together.zrevrange(key, 0, top - 1, withscores=True)
+                (seconds, micros), ranked = await together.execute()
+            now = seconds - heat.LANDMARK_S + micros / 1e6
+            found.append(heat.rates(((Digest(d.decode()), score) for d, score in ranked), now, half_life_s))
+        return found
 
     async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
         async with self._deadline():
@@ -337,11 +350,6 @@ class Breaker:
 
     def succeeded(self) -> None:
         self._failures = 0
-
-
-def hottest(scores: list[tuple[Digest, float]], half_life_s: float, top: int) -> dict[Digest, float]:
-    ranked = sorted(scores, key=lambda pair: (-pair[1], pair[0]))[:top]
-    return {digest: rate_of(score, half_life_s) for digest, score in ranked}
 
 
 def parse_lease(text: str) -> Lease:

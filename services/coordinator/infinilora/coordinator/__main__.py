@@ -115,7 +115,7 @@ def _models(reconciler: Reconciler, desired: list[dict[str, Any]]) -> set[str]:
 def _policy(settings: Settings) -> Policy:
     return Policy(
         reconcile_s=settings.reconcile_s,
-        heat_half_life_s=settings.heat_half_life_s,
+        heat_half_lives_s=settings.heat_half_lives_s,
         hot_rps=settings.hot_rps,
         fill=settings.fill,
         max_hints=settings.max_hints,

@@ -32,11 +32,7 @@ def look_ahead(
 ) -> Ahead:
     """Wire it, and tell the reconciler what is foreseen. Starts nothing."""
     watched, alarms = Watched(bus, members, lead_s=settings.lead_s, season_s=settings.season_s), Alarms()
-    reconciler.foreseen = Foreseen(
-        rising=lambda heat: watched.rising(heat, settings.heat_half_life_s),
-        expected=watched.expected,
-        bytes_per_s=settings.prefetch_mb_s * 1e6,
-    )
+    reconciler.foreseen = Foreseen(expected=watched.expected, bytes_per_s=settings.prefetch_mb_s * 1e6)
     scaler = Autoscaler(
         store=store,
         members=members,

@@ -9,11 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 from infinilora.coordinator.collect import Collector, Times
 from infinilora.coordinator.drains import Drains
-from infinilora.coordinator.heat import hot_spots
+from infinilora.coordinator.heat import Heat, TopDrift, hot_spots, top_drift
 from infinilora.coordinator.hints import Hint, hints
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.moves import Attempts, table
@@ -42,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 HOTTEST = 10_000
 HEAT_SHARE = 0.05
-"""Of the store's time, for all coordinators' reading of heat together as long as there are few of them."""
+"""Of a coordinator's time, for reading heat."""
+SHOWN = 100
+"""Adapters, the hottest, that are compared between half-lives."""
 QUIET_S = 0.2
 """Changes that come together are one round."""
 
@@ -52,7 +53,7 @@ class Policy:
     """The settings that rounds depend on."""
 
     reconcile_s: float
-    heat_half_life_s: int
+    heat_half_lives_s: tuple[int, ...]
     hot_rps: float
     fill: float
     max_hints: int
@@ -64,9 +65,8 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What is known of the time that comes: adapters that rise, with their rate, and those that come by the clock."""
+    """What is known of the time that comes: adapters that come by the clock."""
 
-    rising: Callable[[Mapping[Digest, float]], Mapping[Digest, float]] = lambda _: {}
     expected: Callable[[], Mapping[Digest, float]] = dict
     bytes_per_s: float = 0.0
     """Of one group's staging, that prefetch may take."""
@@ -117,7 +117,7 @@ class Reconciler:
             times=Times(policy.delete_grace_s, policy.clock_skew_s),
             clock=clock,
         )
-        self.heat: dict[Digest, float] = {}
+        self.heat = Heat()
         self._heat_due = clock()
         self.written: dict[Fingerprint, Written] = {}
         self.frozen: Frozen | None = None
@@ -202,14 +202,19 @@ class Reconciler:
         self._look_for_losses()
 
     async def _look_at_heat(self) -> None:
-        """The store reads the whole hash in one piece: it is asked so seldom that this takes HEAT_SHARE of its time."""
+        """So seldom that it takes HEAT_SHARE of the time of this process, and less of the store's."""
         if self._clock() < self._heat_due:
             return
-        half_life_s, asked_at = self._policy.heat_half_life_s, self._clock()
-        now = datetime.now(UTC).timestamp()
-        self.heat = await self._store.heat(keys.heat(half_life_s), half_life_s, now, HOTTEST)
+        half_lives_s, asked_at = self._policy.heat_half_lives_s, self._clock()
+        views = await self._store.heat(keys.heats(half_lives_s), HOTTEST)
+        self.heat = Heat(dict(zip(half_lives_s, views, strict=True)))
         answered_at = self._clock()
         self._heat_due = answered_at + (answered_at - asked_at) / HEAT_SHARE
+        self.metrics.heat_drift.set(1 - self.top_drift().overlap)
+
+    def top_drift(self) -> TopDrift:
+        """Of the hottest that a person is shown."""
+        return top_drift(self.heat.latest, self.heat.lasting, SHOWN)
 
     def _look_for_losses(self) -> None:
         """Standbys too, so that a leader's death and a group's at once are not one too many."""
@@ -223,7 +228,7 @@ class Reconciler:
             for m in self._members.all()
             if m.beat.kind == "lora-server" and m.health == "dead" and m.beat.group not in resident
         }
-        over = self._recovery.look(resident, dead, self.heat.keys(), self._members.now)
+        over = self._recovery.look(resident, dead, self.heat.asked_for(), self._members.now)
         self.metrics.missed.set(len(self._recovery.missed))
         for group, seconds in over.items() if self._leadership.is_leading else ():
             self.metrics.recovery_s.observe(seconds)
@@ -266,7 +271,8 @@ class Reconciler:
         written, told = self.written.get(base), self._told(base)
         adapters = self._adapters(base, self._before(base))
         plan = await self._plan(base, adapters)
-        heat = {a.digest: a.rps for a in adapters if a.rps > 0 or a.is_pinned}
+        latest = self.heat.latest
+        heat = {a.digest: max(a.rps, latest.get(a.digest, 0.0)) for a in adapters if a.rps > 0 or a.is_pinned}
         self._attempts.look(resident, self._clock())
         failed = self._attempts.failed
         now_told = table(plan, told, resident, heat.keys(), failed)
@@ -294,7 +300,7 @@ class Reconciler:
 
     def _adapters(self, base: Fingerprint, current: Table) -> list[Adapter]:
         """What is to be placed, with its heat."""
-        heat = {**self.heat, **self.foreseen.rising(self.heat)}
+        heat = self.heat.to_plan_with()
         hot = hot_spots(heat, self._policy.hot_rps, copies_of(current))
         return [
             replace(adapter, rps=heat[digest], copies=hot.get(digest, 1)) if digest in heat else adapter

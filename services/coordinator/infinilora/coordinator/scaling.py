@@ -243,7 +243,7 @@ class Autoscaler:
 
     def _rates(self, base: Fingerprint) -> dict[Digest, float]:
         adapters = self._reconciler.registry.adapters(base)
-        return {digest: rps for digest, rps in self._reconciler.heat.items() if digest in adapters}
+        return {digest: rps for digest, rps in self._reconciler.heat.recent.items() if digest in adapters}
 
     async def _count_groups(self) -> None:
         """Anew for each bucket, off the loop: the sums over all adapters take a moment."""

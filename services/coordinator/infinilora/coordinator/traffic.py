@@ -5,12 +5,10 @@ Leader and standbys gather alike, so that a new leader knows what the one before
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from math import log
 
 from infinilora.coordinator.demand import Demand, Meters
-from infinilora.coordinator.heat import drift
 from infinilora.coordinator.prefetch import Calendar
 from infinilora.coordinator.slo import Window
 from infinilora.protocol import subjects
@@ -24,9 +22,6 @@ logger = logging.getLogger(__name__)
 
 HORIZON = 6
 """Buckets of a lead time."""
-LATEST_S = 10
-"""Half-life of an adapter's latest rate: what rises shows in it before it shows in its heat."""
-FORGOTTEN = 0.01
 PARTS, PART_S, SHORT_PARTS = 60, 5.0, 12
 """The window of the SLO: five minutes, and the latest of them."""
 
@@ -51,7 +46,6 @@ class Watched:
         self.clock = clock
         self._wall = wall
         self._meters = Meters()
-        self._latest: dict[Digest, tuple[float, float]] = {}
         self._bucket_ends = clock() + self.bucket_s
         self._part_ends = clock() + PART_S
         self.demands: dict[Fingerprint, Demand] = {}
@@ -74,9 +68,6 @@ class Watched:
             self.demand(base)
         self.window.add(report.tallies)
         self.calendar.note(report.by_adapter, self._wall())
-        now = self.clock()
-        for digest, count in report.by_adapter.items():
-            self._latest[digest] = self._score(digest, now) + count, now
 
     def demand(self, base: Fingerprint) -> Demand:
         if base not in self.demands:
@@ -98,30 +89,11 @@ class Watched:
         self._bucket_ends = max(self._bucket_ends + self.bucket_s, now)
         for demand in self.demands.values():
             demand.step()
-        self._latest = {digest: pair for digest, pair in self._latest.items() if self._score(digest, now) > FORGOTTEN}
         return True
-
-    def rising(self, heat: Mapping[Digest, float], half_life_s: int) -> dict[Digest, float]:
-        """The adapters whose latest rate is far above their heat, and that rate."""
-        now = self.clock()
-        found = {}
-        for digest in self._latest:
-            rates: dict[float, float] = {
-                LATEST_S: self._score(digest, now) * log(2) / LATEST_S,
-                half_life_s: heat.get(digest, 0.0),
-            }
-            one = drift(digest, rates)
-            if one.is_rising:
-                found[digest] = one.rps
-        return found
 
     def expected(self) -> dict[Digest, float]:
         """The adapters that came one season before at the end of a lead time from now, and their rate then."""
         return self.calendar.expected(self._wall(), self._lead_s)
-
-    def _score(self, digest: Digest, now: float) -> float:
-        score, at = self._latest.get(digest, (0.0, now))
-        return float(score * 2 ** ((at - now) / LATEST_S))
 
     def _in_flight(self) -> dict[Fingerprint, int]:
         found: dict[Fingerprint, int] = {}

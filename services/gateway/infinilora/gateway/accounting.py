@@ -5,8 +5,9 @@ Heat is gathered for a second and may be lost; usage events are kept until the b
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 
 from infinilora.gateway.answer import Answer
 from infinilora.gateway.plan import Target
@@ -28,13 +29,24 @@ MAX_LABELS = 20
 class Accounting:
     """Writes for all requests of this process."""
 
-    def __init__(self, store: Store, bus: Bus, metrics: GatewayMetrics, reports: Reports, *, half_life_s: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bus: Bus,
+        metrics: GatewayMetrics,
+        reports: Reports,
+        *,
+        half_lives_s: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._bus = bus
         self._metrics = metrics
         self._reports = reports
-        self._half_life_s = half_life_s
+        self._half_lives = keys.heats(half_lives_s)
+        self._clock = clock
         self._heat: Counter[Digest] = Counter()
+        self._gathers_since = clock()
         self._labels: list[str] = []  # adapters with a metric label of their own: the first to be asked for
 
     def admitted(self, target: Target) -> None:
@@ -55,10 +67,13 @@ class Accounting:
 
     async def flush_heat(self) -> None:
         gathered, self._heat = self._heat, Counter()
-        now, key = datetime.now(UTC).timestamp(), keys.heat(self._half_life_s)
+        # They came one by one since the last time: on average, half of that ago.
+        now = self._clock()
+        age_s, self._gathers_since = (now - self._gathers_since) / 2, now
+        if not gathered:
+            return
         try:
-            for digest, count in gathered.items():
-                await self._store.add_heat(key, digest, self._half_life_s, float(count), now)
+            await self._store.add_heat(self._half_lives, gathered, age_s=age_s)
         except Unavailable:
             logger.debug("heat lost", extra={"adapters": len(gathered)})
 

@@ -82,7 +82,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     catalog = Catalog(fleet, registry, settings.aliases, is_open=tenants.is_open)
     shelf = BaseShelf(ties.blobs)
     reports, advised = Reports(ties.bus, gateway=settings.gateway_id, incarnation=uuid4().hex), Advised(ties.bus)
-    accounting = Accounting(ties.store, ties.bus, metrics, reports, half_life_s=settings.heat_half_life_s)
+    accounting = Accounting(ties.store, ties.bus, metrics, reports, half_lives_s=settings.heat_half_lives_s)
     admission = Admission(
         max_sequences=settings.max_concurrent_requests,
         max_tenant_sequences=settings.max_tenant_requests,

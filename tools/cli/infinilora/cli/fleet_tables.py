@@ -60,7 +60,7 @@ def members_table(fleet: Json) -> Table:
 
 
 def heat_table(fleet: Json, hottest: int) -> Table:
-    """The hottest adapters: requests a second, and the groups that have them now."""
+    """The hottest adapters: requests a second, whether they rise, and the groups that have them now."""
     holders: dict[str, list[str]] = {}
     for member in fleet.get("members", ()):
         for digest in (member.get("load") or {}).get("resident", ()) if member.get("health") != "dead" else ():
@@ -71,6 +71,7 @@ def heat_table(fleet: Json, hottest: int) -> Table:
         is_told = "digest" in row and "members" in fleet
         where = ", ".join(holders.get(digest, ())) or "-" if is_told else UNKNOWN
         rate = f"{row['rps']:.2f}" if "rps" in row else UNKNOWN
+        rate += " rising" if row.get("is_rising") else ""
         table.add_row(escape(row.get("name") or digest[:19]), rate, escape(where))
     return table
 
