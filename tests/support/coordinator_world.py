@@ -51,6 +51,7 @@ class World:
         blobs: DirectoryBlobs,
         clock: "Clock",
         policy: Policy = POLICY,
+        kind: type[Reconciler] = Reconciler,
     ) -> None:
         self.clock = clock
         self.policy = policy
@@ -58,7 +59,7 @@ class World:
         self.bus = bus
         self.members = members
         self.leadership = Leadership(store, "c1/a", lease_s=30)
-        self.reconciler = Reconciler(
+        self.reconciler = kind(
             store=store,
             bus=bus,
             members=members,
@@ -136,9 +137,11 @@ class Clock:
 
 
 @asynccontextmanager
-async def a_world(bus: MemoryBus | None = None, policy: Policy = POLICY) -> AsyncIterator[World]:
+async def a_world(
+    bus: MemoryBus | None = None, policy: Policy = POLICY, kind: type[Reconciler] = Reconciler
+) -> AsyncIterator[World]:
     store, bus, clock = MemoryStore(), bus or MemoryBus(), Clock()
     with TemporaryDirectory() as root:
         async with Members(bus, interval_s=INTERVAL_S, clock=clock) as members:
             clock.now += 1  # the frozen start is over
-            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock, policy)
+            yield World(store, bus, members, DirectoryBlobs(Path(root)), clock, policy, kind)

@@ -163,6 +163,17 @@ def test_a_group_that_is_gone_has_not_failed() -> None:
     assert not asked.failed
 
 
+def test_a_life_that_did_not_answer_is_left_alone_for_a_pause_and_no_other() -> None:
+    asked, others = attempts(), Hint("stage", "g2", A)
+    asked.unanswered("g1", "x", 0)
+    asked.look(held(), 9.9)
+    assert asked.take([STAGE_A, others], 9.9, {"g1": "x", "g2": "x"}) == [others]
+    assert asked.take([STAGE_A], 9.9, {"g1": "y"}) == [STAGE_A]
+    asked.unanswered("g1", "y", 10)
+    asked.look(held(), 20)
+    assert asked.take([STAGE_A], 20, {"g1": "y"}) == [STAGE_A]
+
+
 def test_a_command_that_was_not_taken_counts_for_nothing() -> None:
     asked = attempts()
     asked.take([STAGE_A], 0)

@@ -3,12 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 from typing_extensions import override
 
+from infinilora.coordinator.basis import PLAN_SHARE
 from infinilora.coordinator.leader import Leadership
+from infinilora.coordinator.placement import Plan
+from infinilora.coordinator.reconcile import Reconciler
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord
 from infinilora.protocol.control import (
@@ -24,7 +28,7 @@ from infinilora.protocol.control import (
 )
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime.memory import MemoryBus
-from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, a_world, stamp
+from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, World, a_world, stamp
 from support.waiting import eventually
 
 
@@ -163,6 +167,70 @@ async def test_what_rises_is_a_hot_spot_before_the_long_run_knows_it() -> None:
         found = await world.placement()
         assert found is not None
         assert found.groups == {"g1": (A,), "g2": (A,), "g3": (A,)}
+
+
+PLAN_S = 1e-4
+"""Short against a beat: nobody is dead after it."""
+
+
+class Planner(Reconciler):
+    """Takes so long for each plan, and counts them."""
+
+    num_plans = 0
+
+    @override
+    async def _place(self, *args: Any) -> Plan:
+        self.num_plans += 1
+        self._clock.now += PLAN_S  # type: ignore[attr-defined]  # the world's
+        return await super()._place(*args)
+
+
+async def plans_of(world: World) -> int:
+    assert isinstance(world.reconciler, Planner)
+    before = world.reconciler.num_plans
+    await world.beat("g1")
+    await world.reconciler.round()
+    return world.reconciler.num_plans - before
+
+
+async def test_a_plan_is_made_again_when_something_has_changed_and_follows_rates_after_a_while() -> None:
+    async with a_world(kind=Planner) as world:
+        await world.register("one", A)
+        await world.warm(A, 1)
+        await world.leadership.step()
+        assert [await plans_of(world) for _ in range(3)] == [1, 0, 0]
+        await world.warm(A, 1)
+        assert await plans_of(world) == 0
+        world.clock.now += PLAN_S / PLAN_SHARE
+        assert [await plans_of(world), await plans_of(world)] == [1, 0]
+        await world.register("two", B)
+        assert await plans_of(world) == 1
+        world.reconciler.look_again()
+        assert await plans_of(world) == 1
+        world.reconciler.look_again(afresh=True)
+        assert await plans_of(world) == 1
+        await world.warm(B, 300)  # hot enough for a second copy
+        assert await plans_of(world) == 1
+
+
+async def test_a_server_that_does_not_answer_is_not_asked_on_and_on() -> None:
+    async with a_world() as world:
+        tried = world.reconciler.metrics.commands.labels(body="stage", outcome="unavailable")._value
+        for name, digest in (("one", A), ("two", B), ("three", C)):
+            await world.register(name, digest)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert tried.get() == 1
+        await world.warm(B, 3)
+        await world.beat("g1")
+        await world.reconciler.round()
+        assert tried.get() == 1
+        await world.obey("g1")
+        await world.beat("g1", incarnation="y")
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Stage(digest=B)]
 
 
 async def test_a_pinned_adapter_is_staged_without_heat() -> None:

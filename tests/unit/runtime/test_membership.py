@@ -180,6 +180,18 @@ def test_a_buried_life_that_never_hears_of_it_is_taken_in_again_when_it_is_forgo
     assert changes == [("forgotten", "e1"), ("joined", "e1")]
 
 
+def test_members_are_in_order_whoever_comes_and_goes() -> None:
+    view = Membership(1)
+    for process_id in ("e2", "e3", "e1"):
+        view.hear(beat(process_id), 0)
+        assert [m.beat.id for m in view.members()] == sorted(m.beat.id for m in view.members())
+    keep_up(view, ["e1", "e3"], 0, 300, 1)
+    assert [m.beat.id for m in view.members()] == ["e1", "e3"]
+    view.hear(beat("e0"), 301)
+    view.hear(beat("e1", 1, life="b"), 301)
+    assert [m.beat.id for m in view.members()] == ["e0", "e1", "e3"]
+
+
 def test_only_the_ready_and_not_dead_get_work() -> None:
     view = Membership(1.0)
     view.hear(beat("e1"), 10)

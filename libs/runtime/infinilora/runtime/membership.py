@@ -69,6 +69,8 @@ class Membership:
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._members: dict[MemberKey, Member] = {}
+        self._order: list[MemberKey] | None = None
+        """The keys in their order; made anew when one comes or goes."""
         self._frozen_until = 0.0
         self._proved_at = 0.0
         self._bus_is_away = False
@@ -76,7 +78,9 @@ class Membership:
         self._swept_at: float | None = None
 
     def members(self) -> list[Member]:
-        return [self._members[key] for key in sorted(self._members)]
+        if self._order is None:
+            self._order = sorted(self._members)
+        return [self._members[key] for key in self._order]
 
     def get(self, kind: ProcessKind, process_id: str) -> Member | None:
         return self._members.get((kind, process_id))
@@ -109,7 +113,7 @@ class Membership:
             return self._keep("replaced", Member(beat, now, past=past))
         if beat.seq <= known.beat.seq or known.is_buried:
             return []
-        member = replace(known, beat=beat, heard_at=now, health="alive")
+        member = Member(beat, now, past=known.past)
         if known.health != "alive":
             return self._keep("alive", member)
         if (beat.state, beat.address, beat.base) != (known.beat.state, known.beat.address, known.beat.base):
@@ -131,11 +135,13 @@ class Membership:
         if self._swept_at is not None and now - self._swept_at > THAW_BEATS * self._interval_s:
             self._freeze(now)  # we were the ones who stood still
         self._swept_at = now
-        if self._is_isolated(now):
+        # The dead are silent too: of a thousand that beat, none is looked at twice.
+        silent = [m for m in self._members.values() if now - m.heard_at >= SUSPECT_BEATS * self._interval_s]
+        if self._is_isolated(silent):
             self._wants_proof = True
         if self.is_frozen(now):
             return []
-        return [change for member in self.members() for change in self._judge(member, now)]
+        return [change for member in sorted(silent, key=lambda m: m.key) for change in self._judge(member, now)]
 
     def _judge(self, member: Member, now: float) -> list[Change]:
         silent_s = now - member.heard_at
@@ -143,23 +149,25 @@ class Membership:
             if silent_s < FORGET_BEATS * self._interval_s:
                 return []
             del self._members[member.key]
+            self._order = None
             return [Change("forgotten", member)]
         health = health_after(silent_s, self._interval_s)
         if health == member.health or health == "alive":
             return []
         return self._keep(health, replace(member, health=health))
 
-    def _is_isolated(self, now: float) -> bool:
+    def _is_isolated(self, silent: list[Member]) -> bool:
         """Most of the living are silent, two or more of them only now: one alone may simply have died."""
-        living = [m for m in self._members.values() if m.health != "dead"]
-        silent = [m for m in living if now - m.heard_at >= SUSPECT_BEATS * self._interval_s]
+        silent = [m for m in silent if m.health != "dead"]
         newly = [m for m in silent if m.heard_at >= self._proved_at]
-        return len(newly) >= 2 and 2 * len(silent) > len(living)
+        return len(newly) >= 2 and 2 * len(silent) > sum(m.health != "dead" for m in self._members.values())
 
     def _freeze(self, now: float) -> None:
         self._frozen_until = max(self._frozen_until, now + THAW_BEATS * self._interval_s)
 
     def _keep(self, kind: ChangeKind, member: Member) -> list[Change]:
+        if member.key not in self._members:
+            self._order = None
         self._members[member.key] = member
         return [Change(kind, member)]
 

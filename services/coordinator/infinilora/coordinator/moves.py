@@ -55,7 +55,8 @@ class Attempts:
     """What groups were asked, what they failed at, what may be asked now.
 
     `_asked`: a staging, since when it is asked for; until it is resident, failed, or its group is gone. `_given`: any
-    hint, when it was last given.
+    hint, when it was last given. `_silent`: a life of a group's server that did not answer, until when it is left
+    alone: it beats, but each hint to it would be waited for.
     """
 
     def __init__(self, *, move_s: float, pause_s: float, max_under_way: int) -> None:
@@ -65,11 +66,13 @@ class Attempts:
         self._asked: dict[Pair, float] = {}
         self._given: dict[Hint, float] = {}
         self._failed: dict[Pair, float] = {}
+        self._silent: dict[str, tuple[str, float]] = {}
 
     def look(self, resident: Resident, now: float) -> None:
         """What has come of it."""
         self._given = {hint: at for hint, at in self._given.items() if now - at < self._pause_s}
         self._failed = {pair: until for pair, until in self._failed.items() if now < until}
+        self._silent = {group: one for group, one in self._silent.items() if now < one[1]}
         open_pairs = {pair: at for pair, at in self._asked.items() if pair[1] not in resident.get(pair[0], {pair[1]})}
         late = {pair for pair, at in open_pairs.items() if now - at >= self._move_s}
         self._asked = {pair: at for pair, at in open_pairs.items() if pair not in late}
@@ -85,13 +88,19 @@ class Attempts:
         """Groups and the adapters that they are staging now."""
         return frozenset(self._asked)
 
-    def take(self, wanted: Iterable[Hint], now: float) -> list[Hint]:
-        """Those that are to be given now: not again so soon, and of one group only so many at a time."""
+    def take(self, wanted: Iterable[Hint], now: float, lives: Mapping[str, str] | None = None) -> list[Hint]:
+        """Those that are to be given now: not again so soon, and of one group only so many at a time.
+
+        `lives`: the incarnation of each group's server; a new one is asked whatever became of the one before.
+        """
+        silent = {group for group, (life, _) in self._silent.items() if (lives or {}).get(group) == life}
         under_way: dict[str, int] = defaultdict(int)
         for group, _ in self._asked:
             under_way[group] += 1
         taken = []
         for hint in wanted:
+            if hint.group in silent:
+                continue
             is_repeated = (hint.group, hint.digest) in self._asked
             if hint not in self._given and (is_repeated or under_way[hint.group] < self._max_under_way):
                 under_way[hint.group] += not is_repeated
@@ -101,6 +110,10 @@ class Attempts:
             if hint.action == "stage":
                 self._asked.setdefault((hint.group, hint.digest), now)
         return taken
+
+    def unanswered(self, group: str, life: str, now: float) -> None:
+        """Nobody has answered a command to this life of a group's server."""
+        self._silent[group] = life, now + self._pause_s
 
     def refused(self, hint: Hint) -> None:
         """The command did not arrive, or was not taken: nobody works at it."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from infinilora.coordinator.basis import PLAN_SHARE, Basis
 from infinilora.coordinator.collect import Collector, Times
 from infinilora.coordinator.drains import Drains
 from infinilora.coordinator.heat import Heat, TopDrift, hot_spots, top_drift
@@ -103,6 +104,8 @@ class Reconciler:
         self._recovery = Recovery()
         self._plans: dict[Fingerprint, Table] = {}
         """This leader's latest: where the next begins. The table has more, for as long as moves take."""
+        self._basis: dict[Fingerprint, Basis] = {}
+        """What each of them was made from."""
         self._afresh: set[Fingerprint] = set()
         """Bases that the next round plans from empty groups."""
         self.drains = Drains(store, self.orders)
@@ -168,7 +171,7 @@ class Reconciler:
             # One epoch for the whole round: should another lead before it ends, its epoch is not ours to speak with.
             epoch = self._leadership.holding
             if epoch is None:
-                self._plans = {}
+                self._plans, self._basis = {}, {}
             elif not self._members.is_frozen:
                 await self._say_deaths(epoch)
                 if self.frozen is None:
@@ -251,7 +254,8 @@ class Reconciler:
         return {group: held for w in self.written.values() for group, held in w.placement.groups.items()}
 
     def look_again(self, *, afresh: bool = False) -> None:
-        """Have a round soon; with `afresh`, one that plans every base as if nothing were anywhere."""
+        """Have a round soon that plans; with `afresh`, every base as if nothing were anywhere."""
+        self._basis.clear()
         if afresh:
             self._afresh |= self._bases()
         self._kicked.set()
@@ -322,10 +326,29 @@ class Reconciler:
         ]
 
     async def _plan(self, base: Fingerprint, adapters: list[Adapter]) -> Table:
+        """The latest, for as long as what it was made from holds."""
         groups, before = self._groups(base), {} if base in self._afresh else self._before(base)
+        begun_at, basis = self._clock(), self._basis.get(base)
+        if basis and base not in self._afresh and basis.holds(self._basis_of(base, groups, adapters, begun_at)):
+            return self._plans[base]
         self._afresh.discard(base)
         self._plans[base] = by_group(await self._place(groups, adapters, before), groups)
+        took_s = self._clock() - begun_at
+        self._basis[base] = self._basis_of(base, groups, adapters, begun_at + took_s / PLAN_SHARE)
         return self._plans[base]
+
+    def _basis_of(self, base: Fingerprint, groups: list[Group], adapters: list[Adapter], follow_at: float) -> Basis:
+        planned = {digest for digests in self._plans[base].values() for digest in digests}
+        rates = {adapter.digest: adapter.rps for adapter in adapters if adapter.rps > 0}
+        return Basis(
+            groups=groups,
+            registered=self.registry.adapters(base),
+            copies={adapter.digest: adapter.copies for adapter in adapters if adapter.copies > 1},
+            rising=self.heat.rising().keys(),
+            homeless=rates.keys() - planned,
+            rates=rates,
+            follow_at=follow_at,
+        )
 
     async def _place(self, groups: list[Group], adapters: list[Adapter], before: Table) -> Plan:
         # A large fleet takes seconds: the lease has to be renewed meanwhile.
@@ -361,11 +384,15 @@ class Reconciler:
         return True
 
     async def _hint(self, wanted: list[Hint], servers: dict[str, Member], epoch: int) -> None:
+        lives = {group: server.beat.incarnation for group, server in servers.items()}
         async with asyncio.TaskGroup() as tasks:
-            for hint in self._attempts.take(wanted, self._clock()):
+            for hint in self._attempts.take(wanted, self._clock(), lives):
                 tasks.create_task(self._give(hint, servers[hint.group], epoch))
 
     async def _give(self, hint: Hint, server: Member, epoch: int) -> None:
         body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
-        if await self.orders.give(server, body, epoch) != TAKEN:
+        outcome = await self.orders.give(server, body, epoch)
+        if outcome != TAKEN:
             self._attempts.refused(hint)
+        if outcome == Unavailable.code:
+            self._attempts.unanswered(hint.group, server.beat.incarnation, self._clock())
