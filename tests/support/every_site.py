@@ -14,6 +14,7 @@ from torch import Tensor
 from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LoraBackend, Routing
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.pool.share import Share
 from infinilora.protocol.adapter import MOE_SITES, BaseCard, Site
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore, DirectoryBlobs
@@ -42,7 +43,7 @@ class Case:
         """The adapters, dealt round these groups."""
         return {packed.digest: (groups[i % len(groups)],) for i, packed in enumerate(self.adapters)}
 
-    def pool(self, name: str) -> AdapterPool:
+    def pool(self, name: str, share: Share | None = None, *, host_bytes: int = 0) -> AdapterPool:
         config = PoolConfig(
             base=self.card.fingerprint,
             num_layers=self.card.num_layers,
@@ -50,6 +51,8 @@ class Case:
             num_slots=8,
             cache_dir=self.work / name,
             cache_bytes=8 << 20,
+            host_bytes=host_bytes,
+            share=share,
         )
         kernels = SlotKernels(num_slots=8, num_layers=self.card.num_layers + 1)
         return AdapterPool(config, self.blobs, kernels, on_death=_die)

@@ -11,8 +11,8 @@ import msgspec
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity
 from infinilora.engine.lora.remote import RemoteLora
-from infinilora.engine.lora.slices import SiteSlices
 from infinilora.link.open import LinkSettings
+from infinilora.pool.slices import SiteSlices
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.shards import HEAD, Shape

@@ -53,12 +53,13 @@ class Pools:
             num_slots=4,
             cache_dir=self.work / f"cache-{model.decoder.shards.cut.shard}",
             cache_bytes=8 << 20,
+            share=model.share,
         )
         kernels = SlotKernels(num_slots=4, num_layers=model.card.num_layers + 1)
         pool = AdapterPool(config, self.blobs, kernels, on_death=self.deaths.append)
         with self._lock:
             self.made.append(pool)
-        return LocalLora(pool, ring, model.slices)
+        return LocalLora(pool, ring, first_expert=model.first_expert)
 
     def add(self, directory: Path, card: BaseCard) -> Digest:
         packed = self.work / f"{directory.name}.packed"

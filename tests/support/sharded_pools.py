@@ -102,14 +102,14 @@ class GroupOfPools:
                 cache_dir=work / "cache",
                 cache_bytes=4 << 20,
                 host_bytes=host_bytes,
-                share=Share(self.sharding, shard),
+                share=Share.of_group(self.sharding, shard),
             )
 
         self.others = OtherShards(self.sharding, capacity_bytes, self._send)
         self.followers = {
             shard: FollowerPool(
                 config(shard),
-                Share(self.sharding, shard),
+                Share.of_group(self.sharding, shard),
                 blobs,
                 made(),
                 ToHead(shard, self.up[shard], lambda: self.head),

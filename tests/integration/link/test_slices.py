@@ -15,8 +15,9 @@ from torch import Tensor
 
 from infinilora.engine.lora.interface import LoraBackend, Routing
 from infinilora.engine.lora.local import LocalLora
-from infinilora.engine.lora.slices import SiteSlice, SiteSlices
-from infinilora.protocol.adapter import Site
+from infinilora.pool.share import Share
+from infinilora.pool.slices import SiteSlice, SiteSlices
+from infinilora.protocol.adapter import Site, SiteEntry
 from infinilora.protocol.shards import Shape
 from support.every_site import CARDS, Case, inputs, is_idle, is_right, living, make_case, outputs, rows_of
 from support.lora_groups import LoraGroup, engine_of
@@ -120,13 +121,38 @@ async def test_slices_over_links_are_the_whole(
         group.close()
 
 
-async def test_slices_from_pools_of_the_shards_are_the_whole(tmp_path: Path) -> None:
-    case, seen = make_case("everything", tmp_path), []
-    for shard in (0, 1):
-        pool = case.pool(f"shard-{shard}")
-        lora = LocalLora(pool, lambda: None, slices_of(case, shard))
-        seen.append(await added(case, lora, shard))
-        lora.close()
-        await eventually(partial(is_idle, pool), "the pool is idle")
+def share_of(case: Case, shard: int) -> Share:
+    def held(entry: SiteEntry) -> range:
+        return EXPERTS[shard] if entry.num_experts else range(shard == 0 or entry.site not in ON_THE_HEAD)
+
+    return Share(f"shard {shard}", held, slices_of(case, shard))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 8 << 20], ids=["disk", "host memory"])
+async def test_pools_that_hold_the_shards_share_alone_give_the_whole(host_bytes: int, tmp_path: Path) -> None:
+    """Three times: from the store, then from the tiers, then once more with cached files that are wrong."""
+    case = make_case("everything", tmp_path)
+    pools = [case.pool(f"shard-{shard}", share_of(case, shard), host_bytes=host_bytes) for shard in (0, 1)]
+    for source in ("store", "near", "spoilt"):
+        seen = []
+        for shard, pool in enumerate(pools):
+            if source == "spoilt":
+                spoil(tmp_path / f"shard-{shard}")
+            lora = LocalLora(pool, lambda: None, first_expert=EXPERTS[shard].start)
+            seen.append(await added(case, lora, shard))
+            lora.close()
+            for packed in case.adapters:
+                pool.evict(packed.digest)
+            await eventually(partial(is_idle, pool), "the pool is idle")
+            assert not pool.resident()
+        check(case, seen)
+    for pool in pools:
         pool.close()
-    check(case, seen)
+
+
+def spoil(cache: Path) -> None:
+    """The last byte of each file is another."""
+    for path in cache.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)

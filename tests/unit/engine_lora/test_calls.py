@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from infinilora.engine.lora.calls import _tickets
-from infinilora.engine.lora.slices import WHOLE, SiteSlice
 from infinilora.link.frame import Header, Kind, Run
+from infinilora.pool.slices import WHOLE, SiteSlice
 from infinilora.protocol.adapter import Site
 from support.links import linked
 

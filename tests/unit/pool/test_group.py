@@ -254,7 +254,7 @@ def test_a_shard_reads_only_its_own_ranges_and_all_of_them_once(house: House) ->
 def _pieces(group: GroupOfPools, shard: int, adapter: Packed) -> list[Any]:
 
     with adapter.path.open("rb") as file:
-        cut = Share(group.sharding, shard).cut(read_header(file))
+        cut = Share.of_group(group.sharding, shard).cut(read_header(file))
     return [piece for layer in range(CARD.num_layers + 1) for piece in cut.pieces(layer)]
 
 

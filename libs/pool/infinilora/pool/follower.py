@@ -140,7 +140,7 @@ class FollowerPool:
                 return
             if tenancy.target is not None:  # news of an earlier load, overtaken by a later one
                 return
-            held = self._share.cut(header).header.manifest
+            held = self._share.cut(header).kept.manifest
             try:
                 layers = self._places(tenancy, held)
             except AdapterFailed as error:

@@ -71,7 +71,7 @@ class OtherShards:
         self._send = send
         self._num_shards = sharding.shape.num_shards
         shards = range(HEAD + 1, self._num_shards)
-        self._shares = {shard: Share(sharding, shard) for shard in shards}
+        self._shares = {shard: Share.of_group(sharding, shard) for shard in shards}
         nothing = torch.empty(0, dtype=torch.uint8)
         self._arenas = {shard: PageArena(capacity_bytes, memory=nothing) for shard in shards}
         self._allocated: dict[Digest, dict[int, tuple[Run, ...]]] = {}

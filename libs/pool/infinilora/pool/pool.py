@@ -319,7 +319,7 @@ class AdapterPool:
                 self._loader.cancel(digest)
                 self._lose(digest, error, now)
             else:
-                self._wanted[digest] = wanted = _wanted(header, self._config.share)
+                self._wanted[digest] = wanted = _wanted(header, self._config.share, self._others)
                 cost = self._arena.cost(wanted.layer_bytes)
                 if self._others:  # a slot takes what it takes of the fullest shard
                     cost = max(cost, self._others.cost(header.manifest))
@@ -540,10 +540,11 @@ def tiers_of(config: PoolConfig, blobs: BlobStore) -> Tiers:
     return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host, config.share)
 
 
-def _wanted(header: PackedHeader, share: Share | None) -> _Wanted:
+def _wanted(header: PackedHeader, share: Share | None, others: OtherShards | None) -> _Wanted:
     manifest = header.manifest
-    held = share.cut(header).header.manifest if share else manifest
-    return _Wanted(manifest, layer_bytes(held), manifest.layer_sites(), AdapterScales(manifest, held))
+    held = share.cut(header).kept.manifest if share else manifest
+    told = manifest if others else held  # the head of a group speaks for all of it
+    return _Wanted(manifest, layer_bytes(held), told.layer_sites(), AdapterScales(told, held))
 
 
 def layer_bytes(manifest: Manifest) -> tuple[int, ...]:

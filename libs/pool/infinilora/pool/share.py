@@ -1,20 +1,24 @@
-"""What one shard of a group holds of an adapter, and where it lies in the packed file.
+"""What one process holds of every adapter, as a shard of a group or of an engine, and where it lies in the packed file.
 
     packed file     | header | layer 0: all sites, all experts | layer 1 ... |
     a share of it   | header | its dense sites, its experts    | ...         |     closed up, in the same order
+    as it is kept            | its columns of these sites      | ...         |     in memory (trim.py)
 
 A share is read as a packed file of its own whose blocks happen to be somewhere else in the store: `Cut.header` says
-how it lies closed up (in a cache, in host memory, in a layer of the pool), `Cut.pieces` where each part comes from.
-Each block keeps its sha256. Experts of a cut site are numbered from the first that is held.
+how it lies closed up (in a cache), `Cut.pieces` where each part comes from, `Cut.kept` how it lies in memory (of the
+host, of the pool). Each block keeps its sha256. Experts of a cut site are numbered from the first that is held.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
+from torch import Tensor
 
+from infinilora.pool.slices import WHOLE, SiteSlices
+from infinilora.pool.trim import trim, trimmed
 from infinilora.protocol.adapter import Manifest, SiteEntry
 from infinilora.protocol.ids import Digest, digest_of
 from infinilora.protocol.shards import Sharding
@@ -33,6 +37,8 @@ class Cut:
     """One adapter as one shard holds it. `origins[n]`: where entry n of the closed-up manifest begins in the store."""
 
     header: PackedHeader
+    kept: PackedHeader
+    slices: SiteSlices
     origins: tuple[int, ...]
     runs: tuple[Piece, ...]
     """Everything that is held, neighbours as one: in order, none touches the next."""
@@ -43,6 +49,25 @@ class Cut:
             if entry.layer == layer:
                 yield Piece(origin, entry.num_bytes)
 
+    def trim(self, layer: int, read: Tensor, into: Tensor) -> None:
+        """Lay a layer out as it is kept: uint8 [its bytes in `header`] -> uint8 [its bytes in `kept`]."""
+        kept = {entry.site: entry for entry in self.kept.manifest.sites if entry.layer == layer}
+        at, to, dtype = 0, 0, self.header.manifest.dtype
+        for entry in self.header.manifest.sites:
+            if entry.layer != layer:
+                continue
+            block, own = read[at : at + entry.num_bytes], kept.get(entry.site)
+            at += entry.num_bytes
+            if own is None:
+                continue
+            place = into[to : to + own.num_bytes]
+            to += own.num_bytes
+            cut = self.slices.get((layer, entry.site))
+            if cut:
+                trim(entry, own, dtype, cut, block, place)
+            else:
+                place.copy_(block)
+
     def may_read(self, offset: int) -> int:
         """How many bytes from `offset` on are held without a gap."""
         at = bisect_right(self.runs, offset, key=lambda run: run.offset) - 1
@@ -52,15 +77,32 @@ class Cut:
 class Share:
     """One shard's part of every adapter of a base."""
 
-    def __init__(self, sharding: Sharding, shard: int) -> None:
-        self._sharding = sharding
-        self._shard = shard
+    def __init__(self, name: str, held: Callable[[SiteEntry], range], slices: SiteSlices | None = None) -> None:
+        """`name`: of what is read, in a cache that other shards use too. `held`: the blocks of a site that are read.
+
+        These are experts, or the one block of a dense site. `slices`: the columns that are kept of those.
+        """
+        self._name = name
+        self._held = held
+        self._slices = slices or {}
+
+    @classmethod
+    def of_group(cls, sharding: Sharding, shard: int) -> "Share":
+        """A shard of a group holds whole blocks."""
+
+        def held(entry: SiteEntry) -> range:
+            if entry.num_experts:
+                return sharding.experts(shard, entry.layer, entry.num_experts)
+            return range(sharding.owns(shard, entry.layer, entry.site))
+
+        return cls(f"shard {shard} of {sharding.shape}", held)
 
     def key(self, digest: Digest) -> Digest:
         """What this part of an adapter is called in a cache that other shards use too."""
-        return digest_of(f"{digest} shard {self._shard} of {self._sharding.shape}".encode())
+        return digest_of(f"{digest} {self._name}".encode())
 
     def cut(self, header: PackedHeader) -> Cut:
+        """Raises AdapterFailed for an adapter that is narrower than the columns that are kept."""
         entries, origins, end = list[SiteEntry](), list[int](), 0
         for entry in header.manifest.sites:
             held = self._held(entry)
@@ -78,25 +120,28 @@ class Share:
                 )
             )
             end += entries[-1].num_bytes
-        manifest = msgspec.structs.replace(header.manifest, sites=tuple(entries))
-        return Cut(replace(header, manifest=manifest), tuple(origins), tuple(_joined(origins, entries)))
-
-    def owns(self, layer: int, site: int) -> bool:
-        """Whether this shard computes any of a site."""
-        return self._sharding.owns(self._shard, layer, site)
+        closed_up = _with_sites(header, entries)
+        kept = _with_sites(header, list(self._kept(entries, header.manifest.dtype))) if self._slices else closed_up
+        return Cut(closed_up, kept, self._slices, tuple(origins), tuple(_joined(origins, entries)))
 
     def layer_bytes(self, manifest: Manifest) -> tuple[int, ...]:
-        """Bytes that are held of each layer; lm_head is the last."""
+        """Bytes that are read of each layer; lm_head is the last."""
         sizes = [0] * (manifest.num_layers + 1)
         for entry in manifest.sites:
             sizes[entry.layer] += len(self._held(entry)) * (entry.num_bytes // entry.num_blocks)
         return tuple(sizes)
 
-    def _held(self, entry: SiteEntry) -> range:
-        """The blocks of a site that are held: experts, or the one block of a dense site."""
-        if entry.num_experts:
-            return self._sharding.experts(self._shard, entry.layer, entry.num_experts)
-        return range(self._sharding.owns(self._shard, entry.layer, entry.site))
+    def _kept(self, entries: Sequence[SiteEntry], dtype: str) -> Iterator[SiteEntry]:
+        end = 0
+        for entry in entries:
+            kept = trimmed(entry, dtype, self._slices.get((entry.layer, entry.site), WHOLE))
+            if kept is not None:
+                yield msgspec.structs.replace(kept, offset=end)
+                end += kept.num_bytes
+
+
+def _with_sites(header: PackedHeader, entries: Sequence[SiteEntry]) -> PackedHeader:
+    return replace(header, manifest=msgspec.structs.replace(header.manifest, sites=tuple(entries)))
 
 
 def _joined(origins: list[int], entries: list[SiteEntry]) -> Iterator[Piece]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from infinilora.pool.backoff import NotStored
@@ -93,8 +94,10 @@ class PackedSource:
         """`near`: where it is read; None for the store. It is closed with the source."""
         self.whole = whole
         self._cut = tiers.share.cut(whole) if tiers.share else None
-        self.header = self._cut.header if self._cut else whole
-        """Of what this process holds: a share lies closed up everywhere but in the store (share.py)."""
+        self.header = self._cut.kept if self._cut else whole
+        """Of what this process holds, as it lies in memory."""
+        self._read = self._cut.header if self._cut else whole
+        """As it lies in the cache: a share is closed up everywhere but in the store (share.py)."""
         self._tiers = tiers
         self._digest = whole.digest
         self._store = store
@@ -113,9 +116,9 @@ class PackedSource:
 
     def layer_span(self, layer: int) -> tuple[int, int]:
         """(offset in the file, bytes) of a layer's sites, which lie side by side; 0 bytes where nothing is adapted."""
-        ranges = packed_ranges(self.header, layer)
+        ranges = packed_ranges(self._read, layer)
         if not ranges:
-            return self.header.data_start, 0
+            return self._read.data_start, 0
         start = ranges[0][1]
         return start, ranges[-1][1] + ranges[-1][2] - start
 
@@ -135,18 +138,27 @@ class PackedSource:
         return held
 
     def read_layer(self, layer: int, into: memoryview) -> None:
-        """Fill `into` with the layer's bytes, verified, from disk or store.
+        """Fill `into` with the layer as it is kept, verified, from disk or store.
 
         Raises NotNear (a cached file was wrong; the next call asks the store), AdapterFailed, Unavailable (try again).
         """
         start, num_bytes = self.layer_span(layer)
         if num_bytes == 0:
             return
+        if self._cut is None or self._cut.kept is self._cut.header:
+            self._read_whole(layer, start, into)
+            return
+        read = torch.empty(num_bytes, dtype=torch.uint8)
+        self._read_whole(layer, start, read.numpy().data)
+        if len(into):
+            self._cut.trim(layer, read, torch.frombuffer(into, dtype=torch.uint8))
+
+    def _read_whole(self, layer: int, start: int, into: memoryview) -> None:
         if self._cached:
             self._read_cached(self._cached, layer, start, into)
             return
         at = 0
-        for piece in self._cut.pieces(layer) if self._cut else (Piece(start, num_bytes),):
+        for piece in self._cut.pieces(layer) if self._cut else (Piece(start, len(into)),):
             data = self._store.read(*piece, self._cut.may_read(piece.offset) if self._cut else MOST_READ_BYTES)
             if len(data) != piece.num_bytes:
                 raise AdapterFailed(
@@ -161,9 +173,9 @@ class PackedSource:
 
     def begin_caching(self) -> None:
         """Write what comes from the store into the cache, header first. Before the first layer is read."""
-        self._writer = self._tiers.cache.writer(self._tiers.key(self._digest), self.header.file_bytes)
+        self._writer = self._tiers.cache.writer(self._tiers.key(self._digest), self._read.file_bytes)
         if self._writer:
-            self._writer.write(0, self._store.read(0, self.header.data_start))
+            self._writer.write(0, self._store.read(0, self._read.data_start))
 
     def commit(self) -> None:
         """Every layer has been read: keep the file in the tiers that it is not from."""
@@ -204,7 +216,7 @@ class PackedSource:
         pieces: list[_Piece] = []
         blocks: list[tuple[SiteEntry, int, memoryview]] = []
         first = at = 0
-        for entry, _, num_bytes in packed_ranges(self.header, layer):
+        for entry, _, num_bytes in packed_ranges(self._read, layer):
             block_bytes = num_bytes // entry.num_blocks
             for block in range(entry.num_blocks):
                 blocks.append((entry, block, data[at : at + block_bytes]))

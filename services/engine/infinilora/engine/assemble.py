@@ -12,10 +12,9 @@ from infinilora.engine.events import Hooks
 from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.lora.interface import LoraBackend
-from infinilora.engine.lora.slices import SiteSlices
 from infinilora.engine.model.checkpoint import Checkpoint, RandomTensors, TensorSource
 from infinilora.engine.model.cpu import CpuOps
-from infinilora.engine.model.cut import Cut, local_spec, site_slices
+from infinilora.engine.model.cut import Cut, local_spec, share_of, site_slices
 from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.model.kv import KvCache, block_bytes
 from infinilora.engine.model.ops import Ops, TorchOps
@@ -30,6 +29,8 @@ from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sizes import Sizes, derive_sizes
 from infinilora.engine.timeline import TimedOps, Timeline
 from infinilora.engine.wire import ModelFacts
+from infinilora.pool.share import Share
+from infinilora.pool.slices import SiteSlices
 from infinilora.protocol.adapter import BaseCard
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,17 @@ class LoadedModel:
     def slices(self) -> SiteSlices:
         """The columns of sites that the decoder has."""
         return site_slices(self.spec, self.decoder.shards.cut)
+
+    @property
+    def share(self) -> Share | None:
+        """What a pool beside the decoder holds of each adapter; None: all of it."""
+        return share_of(self.spec, self.decoder.shards.cut)
+
+    @property
+    def first_expert(self) -> int:
+        """Of the decoder's, in a model that has experts."""
+        moe = self.spec.moe
+        return self.decoder.shards.cut.experts(moe).start if moe else 0
 
     @property
     def activation_dtype(self) -> str:

@@ -95,7 +95,8 @@ async def open_lora(
             pool = _open_pool(settings, model, around.blobs, service)
             service.spawn(follow_registrations(pool, around.bus), "registrations")
             try:
-                yield OpenLora(LocalLora(pool, bell.ring, model.slices), pool.forget, pool.load)
+                local = LocalLora(pool, bell.ring, first_expert=model.first_expert)
+                yield OpenLora(local, pool.forget, pool.load)
             finally:
                 pool.close()
         case "remote":
@@ -106,7 +107,7 @@ async def open_lora(
                 pool = _open_pool(settings, model, around.blobs, service)
                 service.spawn(follow_registrations(pool, around.bus), "registrations")
                 try:
-                    local = LocalLora(pool, bell.ring, model.slices)
+                    local = LocalLora(pool, bell.ring, first_expert=model.first_expert)
                     yield OpenLora(HybridLora(remote, local, pool), pool.forget, pool.load)
                 finally:
                     pool.close()
@@ -129,6 +130,7 @@ def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service
         load_share=settings.load_share,
         retry_s=settings.load_retry_s,
         device=device,
+        share=model.share,
     )
     logger.info("local pool", extra={"pool_bytes": pool_bytes, "num_slots": settings.pool_slots})
     return AdapterPool(config, blobs, kernels, on_death=service.fail_threadsafe)

@@ -22,7 +22,11 @@ class Shard:
         self.settings = settings
         self.card = card
         self.sharding = Sharding(Shape.parse(settings.shape), card.num_layers, card.sites)
-        self.share = Share(self.sharding, settings.shard) if self.sharding.shape.num_shards > 1 else None
+        self.share = Share.of_group(self.sharding, settings.shard) if self.sharding.shape.num_shards > 1 else None
+
+    def owns(self, layer: int, site: int) -> bool:
+        """Whether this shard computes any of a site."""
+        return self.sharding.owns(self.settings.shard, layer, site)
 
     @property
     def facts(self) -> GroupFacts:
@@ -38,7 +42,7 @@ class Shard:
         if self.share:
             for layer in range(num_layers):
                 for site in Site:
-                    if not self.share.owns(layer, site):
+                    if not self.owns(layer, site):
                         kernels.leave_to_python(layer, site)
         return kernels
 

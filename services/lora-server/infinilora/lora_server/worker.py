@@ -193,7 +193,7 @@ async def _links(
         stack.callback(opener.close)
         stack.push_async_callback(asyncio.to_thread, traces.shutdown)
         identity = Identity(settings.group, shard.card.fingerprint, shard.sharding.shape)
-        owns = shard.share.owns if shard.share else None
+        owns = shard.owns if shard.share else None
         server = LoraServer(
             identity,
             pool,

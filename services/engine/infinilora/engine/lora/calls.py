@@ -20,11 +20,11 @@ from infinilora.engine.lora.deadlines import SiteClock
 from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, Span
-from infinilora.engine.lora.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.link import ports
 from infinilora.link.ends import EngineEnd
 from infinilora.link.frame import MAX_RUNS, Flag, Header, Kind, PlanSegment, column_slices
 from infinilora.link.shapes import dtype_code
+from infinilora.pool.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.protocol.ids import Digest
 from infinilora.protocol.shards import HEAD

@@ -23,7 +23,6 @@ from infinilora.engine.lora.interface import (
 )
 from infinilora.engine.lora.layout import Layout, Range
 from infinilora.engine.lora.scales import column_scales, scale_rows
-from infinilora.engine.lora.slices import WHOLE, SiteSlice, SiteSlices
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.pool import AdapterPool, LeaseState
 from infinilora.protocol.adapter import Site
@@ -70,9 +69,9 @@ class LocalTicket:
 class LocalLora:
     """The LoraBackend over a pool, which it does not own. Its one holder there is this engine."""
 
-    def __init__(self, pool: AdapterPool, on_change: OnChange, slices: SiteSlices | None = None) -> None:
-        """`slices`: the columns that this shard of an engine has."""
-        self._slices = slices or {}
+    def __init__(self, pool: AdapterPool, on_change: OnChange, *, first_expert: int = 0) -> None:
+        """`first_expert`: of those that the pool holds, where it is the share of an engine's shard."""
+        self._first_expert = first_expert
         self._pool = pool
         self._grants = pool.grants(HOLDER)
         self._on_change = on_change
@@ -132,25 +131,27 @@ class LocalLora:
         if ticket is None:
             return
         assert isinstance(ticket, LocalTicket)
-        cut = self._slices.get((ticket.layer, ticket.site), WHOLE)
-        scale_rows(ticket.plan.layout.scaled(ticket.layer, ticket.site), ticket.layer, ticket.site, y, cut)
+        scale_rows(ticket.plan.layout.scaled(ticket.layer, ticket.site), ticket.layer, ticket.site, y)
         for rows in ticket.ranges:
             self._compute(ticket, y, rows)
 
     def _compute(self, ticket: LocalTicket, y: Tensor, rows: Range) -> None:
         at, routing = slice(rows.start, rows.stop), ticket.routing
         ids = ticket.x if ticket.site is Site.EMBED else None if routing is None else routing.topk_ids
+        if ids is not None:
+            ids = ids[at]
+            if routing is not None and self._first_expert:
+                ids = ids - self._first_expert  # the others', -1, stay below 0
         call = SiteCall(
             ticket.layer,
             ticket.site,
             ticket.plan.first + rows.start,
             ticket.x[at],
             y[at],
-            None if ids is None else ids[at],
+            ids,
             None if routing is None else routing.topk_weights[at],
         )
         try:
-            call = _cut(call, self._slices.get((ticket.layer, ticket.site), WHOLE))
             execute(self._pool.kernels, self._grants, ticket.plan.work, call, accumulate=True)
         except AdapterError as error:
             raise StepLost(ticket.plan.layout.spans[rows.span].digests, error.message) from error
@@ -191,11 +192,6 @@ class LocalLora:
         if lease.scales is not None:
             for scale in state.scales:
                 lease.scales.put(scale)
-
-
-def _cut(call: SiteCall, cut: SiteSlice) -> SiteCall:
-    """The call for what a shard has of a site."""
-    return call._replace(columns=cut.outputs, first_input=None if cut.inputs is None else cut.inputs[0])
 
 
 def _tenancy(segment: AdapterRows) -> TenancyRows:

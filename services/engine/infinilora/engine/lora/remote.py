@@ -35,11 +35,11 @@ from infinilora.engine.lora.interface import (
 )
 from infinilora.engine.lora.layout import Layout, Span
 from infinilora.engine.lora.scales import column_scales, read_scale, scale_rows
-from infinilora.engine.lora.slices import WHOLE, SiteSlices
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
 from infinilora.link.frame import NO_TRACE, PlanSegment
 from infinilora.link.open import LinkSettings
 from infinilora.pool.bind import TORCH_DTYPES
+from infinilora.pool.slices import WHOLE, SiteSlices
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.adapter import BaseCard, Site
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Internal, WireError, from_wire

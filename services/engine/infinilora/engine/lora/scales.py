@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilora.engine.lora.slices import WHOLE, SiteSlice
 from infinilora.pool.scales import SiteScale
+from infinilora.pool.slices import WHOLE, SiteSlice
 from infinilora.protocol.adapter import VECTOR_BYTES, Site, SiteGeometry
 from infinilora.protocol.errors import Internal
 from infinilora.runtime.rpc import Message

@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from infinilora.engine.lora.slices import SiteSlice
 from infinilora.engine.model.checkpoint import TensorSource
 from infinilora.engine.model.names import EMBED, LM_HEAD, tensor_shapes
 from infinilora.engine.model.spec import ModelSpec, MoeSpec
-from infinilora.protocol.adapter import Site
+from infinilora.pool.share import Share
+from infinilora.pool.slices import SiteSlice
+from infinilora.protocol.adapter import Site, SiteEntry
 from infinilora.protocol.errors import InvalidRequest
 
 _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 """Of these a shard has some of the outputs: rows of the weight, and of the bias."""
 _COLUMNS = frozenset({"o_proj", "down_proj"})
 """Of these some of the inputs. The bias is the head's."""
+_HEAD_SITES = frozenset({Site.ROUTER, Site.LM_HEAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,20 @@ def site_slices(spec: ModelSpec, cut: Cut) -> dict[tuple[int, Site], SiteSlice]:
         elif moe.shared_dim:
             slices |= _mlp_slices(layer, Site.SHARED_GATE_UP, Site.SHARED_DOWN, moe.shared_dim, cut)
     return slices
+
+
+def share_of(spec: ModelSpec, cut: Cut) -> Share | None:
+    """What a pool beside a shard's weights holds of each adapter; None beside a whole model: all of it."""
+    if cut.num_shards == 1:
+        return None
+    first, end = (cut.experts(spec.moe).start, cut.experts(spec.moe).stop) if spec.moe else (0, 0)
+
+    def held(entry: SiteEntry) -> range:
+        if entry.num_experts:
+            return range(entry.num_experts)[first:end]
+        return range(cut.is_head or entry.site not in _HEAD_SITES)
+
+    return Share(f"shard {cut.shard} of an engine of {cut.num_shards}", held, site_slices(spec, cut))
 
 
 def _mlp_slices(layer: int, gate_up: Site, down: Site, width: int, cut: Cut) -> dict[tuple[int, Site], SiteSlice]:

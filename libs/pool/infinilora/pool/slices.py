@@ -1,4 +1,4 @@
-"""Which columns of a site one shard of an engine asks for, and which of its inputs it has. Pure.
+"""Which columns of a site one shard of an engine computes with: of its outputs, or of its inputs. Pure.
 
 A column-parallel site has runs of output columns (those of q, of k, of v), a row-parallel one a run of input columns
 and a partial delta of all output columns. What a shard has whole is not in the table.
@@ -14,7 +14,7 @@ from infinilora.protocol.adapter import Site
 
 
 class SiteSlice(NamedTuple):
-    """Columns [begin, end) of the whole site: of its input (None: all of it), and runs of its output (none: all)."""
+    """Columns [begin, end) of the whole site: of its input (None: all), and rising runs of its output (none: all)."""
 
     inputs: tuple[int, int] | None = None
     outputs: tuple[tuple[int, int], ...] = ()
