@@ -1,7 +1,9 @@
 import gc
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
@@ -121,3 +123,63 @@ def test_a_missing_nixl_is_named_with_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(Unavailable, match=r"no rdma link: the package nixl cannot be used .*pip install nixl"):
         nixl_fabric(torch.device("cpu"))
+
+
+class CardGone(Exception):
+    """As NIXL's errors: one class for each status code, with no base of their own."""
+
+
+class Agent:
+    """One of NIXL's, whose card is gone: what is named in `fails` raises."""
+
+    backends = ("UCX",)
+    plugin_list = ("UCX",)
+
+    def __init__(self, *fails: str) -> None:
+        self.fails = set(fails)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def answer(*_: object) -> object:
+            if name in self.fails:
+                raise CardGone(name)
+            return b"metadata" if name in ("get_agent_metadata", "add_remote_agent") else "DONE"
+
+        return answer
+
+
+def nixl_of(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    """The fabric over a package whose agents are this one."""
+    from infinilora.link.rdma_nixl import nixl_fabric
+
+    package, api, bindings = (ModuleType(name) for name in ("nixl", "nixl._api", "nixl._bindings"))
+    vars(api).update(nixl_agent=lambda *_: agent, nixl_agent_config=lambda **_: None)
+    vars(bindings).update(nixlRemoteDisconnectError=CardGone, an_other=3)
+    vars(package).update(_api=api, _bindings=bindings)
+    for module in (package, api, bindings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return nixl_fabric(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "fails", ["register_memory", "add_remote_agent", "initialize_xfer", "transfer", "check_remote_xfer_done"]
+)
+def test_whatever_nixl_raises_is_the_end_of_the_link_and_of_nothing_else(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent()
+    fabric = nixl_of(agent, monkeypatch)
+    sound = exchanged(fabric)
+    agent.fails = {fails, "deregister_memory", "remove_remote_agent"}
+    with pytest.raises(LinkClosed, match=f"the link broke: nixl: CardGone: {fails}"):
+        exchanged(fabric)
+    sound.close()
+
+
+def exchanged(fabric: Fabric) -> rdma.Transport:
+    """A transport to itself, after one message."""
+    region, staging = torch.zeros(2, 64, dtype=torch.uint8)
+    made = fabric.open(region, staging)
+    made.connect(made.card)
+    made.put(0, 0, 64, 8)
+    assert made.has_come(8)
+    return made

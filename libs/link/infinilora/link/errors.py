@@ -4,6 +4,7 @@ Unavailable
 └── LinkError
     ├── LinkClosed     the peer is gone, or one end was closed
     ├── LinkTimeout    the peer did not answer by the deadline: quarantine the link
+    ├── LinkNotOpened  what was agreed on could not be opened: `backend` says what
     └── LinkRefused    the peer answered with an error, kept as `refusal`
 """
 
@@ -20,6 +21,14 @@ class LinkClosed(LinkError):
 
 class LinkTimeout(LinkError):
     """The deadline passed. The peer may still write: the pair must be quarantined, never reused."""
+
+
+class LinkNotOpened(LinkError):
+    """The server chose a back-end, and no link came of it."""
+
+    def __init__(self, backend: str, message: str) -> None:
+        super().__init__(message)
+        self.backend = backend
 
 
 class LinkRefused(LinkError):

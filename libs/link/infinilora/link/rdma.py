@@ -232,12 +232,20 @@ def server_end(fabric: Fabric, sock: socket.socket, sizes: Sizes, *, timeout_s: 
 
 
 def _introduce(fabric: Fabric, sock: socket.socket, sizes: Sizes, timeout_s: float) -> Wire:
-    wire = Wire(fabric, sock, sizes)
-    sock.settimeout(timeout_s)
-    card = wire.transport.card
+    try:
+        wire = Wire(fabric, sock, sizes)
+        sock.settimeout(timeout_s)
+        _show_cards(wire.transport, sock)
+    except BaseException:
+        sock.close()  # the peer, who waits for our card, is not to wait for its deadline
+        raise
+    return wire
+
+
+def _show_cards(transport: Transport, sock: socket.socket) -> None:
+    card = transport.card
     sock.sendall(_LENGTH.pack(len(card)) + card)
     (size,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
     if size > _MAX_CARD_BYTES:
         raise LinkClosed(f"closed the link: the peer's card has {size} bytes; at most {_MAX_CARD_BYTES} are read")
-    wire.transport.connect(receive_exactly(sock, size))
-    return wire
+    transport.connect(receive_exactly(sock, size))

@@ -1,6 +1,6 @@
 """One link to one LoRA server group, to each of its shards: opening, control stream, end. Runs on the asyncio loop.
 
-    Hello (offers) -> Welcome (chosen, secret) -> attach -> Ready
+    Hello (offers) -> Welcome (chosen, secret) -> attach -> Ready      rdma: Ready -> both ends show their cards
     then: LeaseRequest, LeaseRelease ->    <- LeaseGranted, ColumnScale, LayersReady, LeaseFailed
 
 The stream's end is the link's death, and the other way round: whoever notices first tells the other. The Welcome of a
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from infinilora.engine.lora.interface import COMPUTED_SITES
 from infinilora.link.ends import EngineEnd
-from infinilora.link.errors import LinkClosed
+from infinilora.link.errors import LinkClosed, LinkNotOpened
 from infinilora.link.open import LinkSettings, Offers, attach
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.adapter import DTYPE_BYTES, BaseCard
@@ -196,29 +196,46 @@ def _sharding(welcome: Message, card: BaseCard) -> Sharding | None:
 async def _open_shard(
     channels: Channels, group: str, address: str, identity: Identity, settings: LinkSettings
 ) -> AsyncIterator[ShardLink]:
-    """Rings and a stream to one process, closed when the block ends."""
-    offers = Offers(settings)
+    """Rings and a stream to one process, closed when the block ends. LinkNotOpened once the server has chosen."""
+    offers, backend = Offers(settings), ""
     try:
         async with channels.client(SERVICE, address).duplex("OpenLink") as stream:
             messages = aiter(stream)
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await stream.send(identity.hello(offers))
                 welcome = _welcome(await anext(messages, None), group)
-                chosen = {**welcome.chosen.details, "backend": welcome.chosen.backend}
-                end = await asyncio.to_thread(attach, chosen, welcome.secret, settings)
-                try:
-                    await stream.send(lora_pb2.EngineMessage(ready=lora_pb2.Ready()))
-                except BaseException:
-                    end.close()
-                    raise
+                backend = welcome.chosen.backend
+                end = await _attached(stream, welcome, settings)
             try:
                 yield ShardLink(address, welcome, end, stream, messages)
             finally:
                 end.close()
     except TimeoutError as error:
-        raise Unavailable(f"group {group} at {address} did not open a link within {OPEN_TIMEOUT_S:.0f} s") from error
+        message = f"group {group} at {address} did not open a link within {OPEN_TIMEOUT_S:.0f} s"
+        raise (LinkNotOpened(backend, message) if backend else Unavailable(message)) from error
     finally:
         offers.close()
+
+
+async def _attached(stream: Duplex, welcome: Message, settings: LinkSettings) -> EngineEnd:
+    """Our end of what the server chose, and `Ready` said. A server makes its end when it hears that.
+
+    So it is said first where each end waits for the other's card, and last where a ring's file is given up by it.
+    """
+    backend, ready = welcome.chosen.backend, lora_pb2.EngineMessage(ready=lora_pb2.Ready())
+    if backend == "rdma":
+        await stream.send(ready)
+    try:
+        end = await asyncio.to_thread(attach, {**welcome.chosen.details, "backend": backend}, welcome.secret, settings)
+    except (InfiniLoraError, OSError) as error:
+        raise LinkNotOpened(backend, f"the {backend} link was not opened: {error}") from error
+    if backend != "rdma":
+        try:
+            await stream.send(ready)
+        except BaseException:
+            end.close()
+            raise
+    return end
 
 
 def _welcome(message: Message | None, group: str) -> Message:

@@ -34,8 +34,9 @@ from infinilora.engine.lora.interface import (
     Ticket,
 )
 from infinilora.engine.lora.layout import Layout, Span
+from infinilora.engine.lora.offers import GroupOffers
 from infinilora.engine.lora.scales import column_scales, read_scale, scale_rows
-from infinilora.link.errors import LinkClosed, LinkError, LinkRefused
+from infinilora.link.errors import LinkClosed, LinkError, LinkNotOpened, LinkRefused
 from infinilora.link.frame import NO_TRACE, PlanSegment
 from infinilora.link.open import LinkSettings
 from infinilora.pool.bind import TORCH_DTYPES
@@ -94,7 +95,7 @@ class RemoteLora:
         self._dtype = TORCH_DTYPES[identity.dtype]
         self._identity = identity
         self._channels = channels
-        self._link_settings = link
+        self._offers = GroupOffers(link)
         self._on_change = on_change
         self._book = LeaseBook()
         self._lock = threading.Lock()
@@ -151,15 +152,18 @@ class RemoteLora:
                 await self._channels.forget(address)
             address = group.address
             try:
-                opening = open_link(
-                    self._channels, name, group.address, self._identity, self._link_settings, card=self._card
-                )
+                offers = self._offers.to(group)
+                opening = open_link(self._channels, name, group.address, self._identity, offers, card=self._card)
                 async with opening as link:
                     backoff_s = FIRST_BACKOFF_S
                     await self._live(link)
                     logger.warning("link ended", extra={"group": name, "reason": link.reason})
+                    if name in self._groups:
+                        self._offers.failed(group, link.backend, link.reason)
             except (InfiniLoraError, OSError) as error:
                 logger.warning("no link", extra={"group": name, "reason": str(error)})
+                if isinstance(error, LinkNotOpened):
+                    self._offers.failed(group, error.backend, error.message)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
@@ -374,6 +378,7 @@ class RemoteLora:
 
     def close(self) -> None:
         """End every link. `run` is cancelled by whoever spawned it."""
+        self._groups = {}
         with self._lock:
             links = list(self._links.values())
         for link in links:
