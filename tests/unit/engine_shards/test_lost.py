@@ -19,27 +19,43 @@ from support.tiny_models import make_tiny_model
 
 
 class Losing:
-    """A back-end that loses what it adds for the `at`-th time."""
+    """A back-end that loses what it adds, or is asked for, for the `at`-th time."""
 
-    def __init__(self, inner: LoraBackend, at: int) -> None:
+    def __init__(self, inner: LoraBackend, at: int, when: str) -> None:
         self._inner = inner
         self._left = at
+        self._when = when
         self.digests: frozenset[Digest] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def submit(self, *call: Any) -> Ticket | None:
+        ticket = self._inner.submit(*call)
+        if self._when == "submit" and ticket is not None:
+            self._count()
+        return ticket
+
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
-        self._left -= ticket is not None
-        if self._left == 0 and ticket is not None:
+        if self._when == "add" and ticket is not None and self._left == 1:
             y.fill_(float("nan"))
-            raise StepLost(self.digests, "as the test wants it")
+        if self._when == "add" and ticket is not None:
+            self._count()
         self._inner.add(ticket, y)
 
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise StepLost(self.digests, "as the test wants it")
 
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("when", ["submit", "add"])
 @pytest.mark.parametrize("at", [1, 2, 7, 9])
 @pytest.mark.parametrize("shard", [0, 1])
-def test_rows_whose_delta_one_shard_lost_are_run_again_on_all(shard: int, at: int, tmp_path: Path) -> None:
+def test_rows_whose_delta_one_shard_lost_are_run_again_on_all(
+    shard: int, at: int, when: str, tmp_path: Path, *, halves: bool
+) -> None:
     tiny = make_tiny_model("qwen2_moe", tmp_path / "model")
     targets = (*ATTENTION, *MLP, "gate")
     adapters = [
@@ -51,13 +67,13 @@ def test_rows_whose_delta_one_shard_lost_are_run_again_on_all(shard: int, at: in
         own = pools.lora_of(model, ring)
         if model.decoder.shards.cut.shard != shard:
             return own
-        losing.append(Losing(own, at))
+        losing.append(Losing(own, at, when))
         return losing[0]
 
     with sharded(tiny.directory, 2, lora_of) as house:
         digests = [pools.add(adapter, house.model.card) for adapter in adapters]
         losing[0].digests = frozenset(digests[:1])
-        engine = TestEngine(house.model, house.lora, limits=LIMITS)
+        engine = TestEngine(house.model, house.lora, limits=LIMITS, halves=halves)
         options: dict[str, Any] = {"max_tokens": 3, "logprobs": 0, "prompt_logprobs": 0}
         heard = [engine.ask(prompt(8 + i), digest=digest, **options) for i, digest in enumerate(digests)]
         base = engine.ask(prompt(5), **options)

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from infinilora.engine.lora.none import NoLora
+from infinilora.engine.shards.head import HeadDecoder
+from infinilora.engine.shards.messages import Order, Step
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import manifest_digest
+from infinilora.protocol.adapter import Site, manifest_digest
+from infinilora.weights.packed import read_header
 from support.answers import ingest_answered
 from support.engine_shards import ShardedEngine, sharded
 from support.engines import TestEngine
@@ -79,8 +82,15 @@ def coupled(directory: Path, shards: int, work: Path) -> Iterator[tuple[ShardedE
         ]
     ],
 )
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 def test_adapters_of_every_target_equal_an_explicit_merge(
-    name: str, shards: int, targets: list[tuple[str, ...]], tmp_path: Path
+    name: str,
+    shards: int,
+    targets: list[tuple[str, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    halves: bool,
 ) -> None:
     tiny = make_tiny_model(name, tmp_path / name)
     asked = [prompt(7 + i) for i in range(len(targets))]
@@ -90,16 +100,51 @@ def test_adapters_of_every_target_equal_an_explicit_merge(
             for i, t in enumerate(targets)
         ]
         digests = [pools.add(adapter, house.model.card) for adapter in adapters]
-        engine = TestEngine(house.model, house.lora, limits=LIMITS)
+        engine = TestEngine(house.model, house.lora, limits=LIMITS, halves=halves)
+        steps = steps_told(house, monkeypatch)
         options: dict[str, Any] = {"max_tokens": 4, "logprobs": 0, "prompt_logprobs": 0}
         heard = [engine.ask(p, digest=d, **options) for p, d in zip(asked, digests, strict=True)]
         beside = engine.ask(asked[0], **options)
         house.finish(engine)
+    assert any(step.cut for step in steps) == halves
     oracle = Oracle(tiny.directory)
     assert error_of(beside, asked[0], oracle) < TOLERANCE
     for told, ids, adapter in zip(heard, asked, adapters, strict=True):
         assert oracle.effect(ids, adapter) > 0.1
         assert error_of(told, ids, oracle, adapter) < TOLERANCE, adapter
+
+
+def test_each_shards_pool_holds_its_share_of_an_adapter_and_no_more(tmp_path: Path) -> None:
+    tiny = make_tiny_model("qwen3_moe", tmp_path / "model")
+    adapter = write_adapter(tmp_path / "a", tiny.directory, rank=8, targets=(*EVERYTHING, "gate"), seed=1)
+    with coupled(tiny.directory, 2, tmp_path) as (house, pools):
+        digest = pools.add(adapter, house.model.card)
+        engine = TestEngine(house.model, house.lora, limits=LIMITS)
+        engine.ask(prompt(5), digest=digest, max_tokens=1)
+        house.finish(engine)
+        held = [pool._wanted[digest] for pool in pools.made]
+    with (tmp_path / "a.packed").open("rb") as file:
+        whole = read_header(file).manifest
+    experts = sum(entry.num_bytes for entry in whole.sites if entry.num_experts)
+    for of_shard in held:
+        assert experts / 2 < sum(of_shard.layer_bytes) < experts / 2 + 0.9 * (whole.data_bytes - experts)
+    routers = [any(sites >> Site.ROUTER & 1 for sites in of_shard.layer_sites) for of_shard in held]
+    assert sorted(routers) == [False, True], "the head alone routes"
+
+
+def steps_told(house: ShardedEngine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """What a follower is told to run from now on."""
+    assert isinstance(house.model.decoder, HeadDecoder)
+    follower, steps = house.model.decoder._followers[0], list[Step]()
+    send = follower.send
+
+    def noted(message: Order) -> None:
+        if isinstance(message, Step):
+            steps.append(message)
+        send(message)
+
+    monkeypatch.setattr(follower, "send", noted)
+    return steps
 
 
 def test_column_scales_of_dora_are_cut_with_their_columns(tmp_path: Path) -> None:

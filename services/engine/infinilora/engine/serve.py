@@ -146,7 +146,7 @@ async def _engine(
             max_waiting=settings.max_waiting,
             patience=Patience(settings.loading_patience_s, settings.lost_patience_s),
             hooks=_hooks(mailboxes, _hearers(meter, traces, timeline), service),
-            pingpong=PingPong(settings.ping_pong_mode if head is None else "off"),
+            pingpong=PingPong(settings.ping_pong_mode),
         )
         if meter is not None:
             meter.watch(lambda: loop.load)

@@ -24,7 +24,8 @@ _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 """Of these a shard has some of the outputs: rows of the weight, and of the bias."""
 _COLUMNS = frozenset({"o_proj", "down_proj"})
 """Of these some of the inputs. The bias is the head's."""
-_HEAD_SITES = frozenset({Site.ROUTER, Site.LM_HEAD})
+HEAD_SITES = frozenset({Site.ROUTER, Site.LM_HEAD})
+"""Computed by the head alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def share_of(spec: ModelSpec, cut: Cut) -> Share | None:
     def held(entry: SiteEntry) -> range:
         if entry.num_experts:
             return range(entry.num_experts)[first:end]
-        return range(cut.is_head or entry.site not in _HEAD_SITES)
+        return range(cut.is_head or entry.site not in HEAD_SITES)
 
     return Share(f"shard {cut.shard} of an engine of {cut.num_shards}", held, site_slices(spec, cut))
 

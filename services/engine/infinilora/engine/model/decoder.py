@@ -6,8 +6,9 @@ that take turns: attention needs no more than that a sequence's rows stay togeth
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -35,6 +36,17 @@ class Flow:
     layer: int = 0
     residual: Tensor | None = None
     out: Tensor | None = None
+
+
+def halves_of(batch: Batch, cut: int) -> list[Flow]:
+    """The rows of the first `cut` sequences, and the others."""
+    return [Flow(half) for half in batch.halves(cut)]
+
+
+def windows_of(plan: StepPlan | None, halves: Sequence[Flow]) -> list[StepPlan | None]:
+    """What each has of the plan of all rows."""
+    edges = accumulate((half.batch.num_rows for half in halves), initial=0)
+    return [None if plan is None else plan.window(*edge) for edge in pairwise(edges)]
 
 
 class Decoder:
@@ -74,13 +86,14 @@ class Decoder:
         """Run the layers before layer `until`, with what `deltas` adds."""
         alone(self._layers(flow, deltas, until))
 
+    def run_in_turns(self, halves: Sequence[Flow], deltas: Sequence[Deltas]) -> None:
+        """Run all layers of two flows: while a delta of the one is on its way, the other computes."""
+        in_turns([self._layers(flow, of, self.spec.num_layers) for flow, of in zip(halves, deltas, strict=True)])
+
     def _in_halves(self, batch: Batch, lora: LoraBackend, plan: StepPlan, cut: int) -> Tensor:
-        """Two flows: while a delta of the one is on its way, the other computes."""
-        flows = [Flow(half) for half in batch.halves(cut)]
-        edges = 0, flows[0].batch.num_rows, batch.num_rows
-        deltas = [Deltas(lora, plan.window(*edge), plan) for edge in pairwise(edges)]
-        in_turns([self._layers(f, d, self.spec.num_layers) for f, d in zip(flows, deltas, strict=True)])
-        return torch.cat([self.finish(flow) for flow in flows])
+        halves = halves_of(batch, cut)
+        self.run_in_turns(halves, [Deltas(lora, window, plan.adapts) for window in windows_of(plan, halves)])
+        return torch.cat([self.finish(half) for half in halves])
 
     def _layers(self, flow: Flow, deltas: Deltas, until: int) -> Turns[None]:
         ops, eps = self.ops, self.spec.norm_eps

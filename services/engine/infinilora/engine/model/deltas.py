@@ -8,7 +8,7 @@ where it would have to wait for a delta, and goes on once the other has got as f
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -45,25 +45,24 @@ def in_turns(parts: Sequence[Turns[T]]) -> list[T]:
     return [found[number] for number in range(len(parts))]
 
 
+Stops = Callable[[int, Site], bool]
+"""Whether a computation may be left at (layer, site), where a delta may be on its way."""
+
+
 class Deltas:
-    """The deltas of a step, or of some of its rows. Without a plan there are none, and the backend is never asked.
+    """The deltas of a step, or of some of its rows. Without a plan there are none, and the backend is never asked."""
 
-    With `step`, the plan of all rows, it stops at each site that any row of the step adapts; else nowhere.
-    """
-
-    def __init__(self, lora: LoraBackend, plan: StepPlan | None, step: StepPlan | None = None) -> None:
+    def __init__(self, lora: LoraBackend, plan: StepPlan | None, stops: Stops | None = None) -> None:
+        """`stops`: where rows that take turns with others are left; None: nowhere."""
         self._lora = lora
         self._plan = plan
-        self._step = step
+        self._stops = stops
 
     def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Turns[Tensor]:
         """Weight(x) with the site's delta added; the delta is on its way while the product runs."""
-        ticket = None if self._plan is None else self._lora.submit(self._plan, layer, site, x)
+        ticket = self.submit(layer, site, x)
         y = weight(x)
-        if self._stops(layer, site):
-            yield
-        if ticket is not None:
-            self._lora.add(ticket, y)
+        yield from self.add(layer, site, ticket, y)
         return y
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -71,53 +70,59 @@ class Deltas:
         y = table[token_ids]
         if self._plan is not None and self._plan.adapts(0, Site.EMBED):
             ids = token_ids.to(torch.int32)[:, None]
-            self._lora.add(self._lora.submit(self._plan, 0, Site.EMBED, ids), y)
+            self._take(self.submit(0, Site.EMBED, ids), y)
         return y
 
-    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing) -> Ticket | None:
+    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing | None = None) -> Ticket | None:
         return None if self._plan is None else self._lora.submit(self._plan, layer, site, x, routing)
 
     def add(self, layer: int, site: Site, ticket: Ticket | None, y: Tensor) -> Turns[None]:
         """What `submit` of this site gave is added to y."""
-        if self._stops(layer, site):
+        if self._stops is not None and self._stops(layer, site):
             yield
         if ticket is not None:
-            self._lora.add(ticket, y)
+            self._take(ticket, y)
 
-    def _stops(self, layer: int, site: Site) -> bool:
-        return self._step is not None and self._step.adapts(layer, site)
+    def _take(self, ticket: Ticket | None, y: Tensor) -> None:
+        self._lora.add(ticket, y)
 
 
 class CarriedDeltas(Deltas):
     """A step on one shard of several: a delta that is lost ends no step, for the others wait in a sum.
 
-    From the loss on the step goes through without deltas, for nothing; `loss` says so at its end.
+    From the loss on the step goes through without deltas, for nothing; `loss` says so at its end. It is left at the
+    same stops as without a loss.
     """
 
-    def __init__(self, lora: LoraBackend, plan: StepPlan | None) -> None:
-        super().__init__(lora, plan)
+    def __init__(self, lora: LoraBackend, plan: StepPlan | None, stops: Stops | None = None) -> None:
+        super().__init__(lora, plan, stops)
         self.loss: StepLost | None = None
 
     @override
     def linear(self, layer: int, site: Site, x: Tensor, weight: Linear) -> Turns[Tensor]:
-        try:
-            return (yield from super().linear(layer, site, x, weight))
-        except StepLost as loss:
-            self._lose(loss)
-            return weight(x)
+        before = self.loss
+        y = yield from super().linear(layer, site, x, weight)
+        return y if self.loss is before else weight(x)  # what was added before the loss is in no cache
 
     @override
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        try:
-            return super().embed(token_ids, table)
-        except StepLost as loss:
-            self._lose(loss)
-            return table[token_ids]
+        y = super().embed(token_ids, table)
+        return y if self.loss is None else table[token_ids]
 
     @override
-    def add(self, layer: int, site: Site, ticket: Ticket | None, y: Tensor) -> Turns[None]:
+    def submit(self, layer: int, site: Site, x: Tensor, routing: Routing | None = None) -> Ticket | None:
         try:
-            yield from super().add(layer, site, None if self.loss else ticket, y)
+            return super().submit(layer, site, x, routing)
+        except StepLost as loss:
+            self._lose(loss)
+            return None
+
+    @override
+    def _take(self, ticket: Ticket | None, y: Tensor) -> None:
+        if self.loss is not None:
+            return
+        try:
+            super()._take(ticket, y)
         except StepLost as loss:
             self._lose(loss)
 

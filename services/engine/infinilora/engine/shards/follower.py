@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LeaseView, LoraBackend
-from infinilora.engine.model.decoder import Decoder, Flow
+from infinilora.engine.lora.interface import AdapterRows, LeaseStatus, LeaseView, LoraBackend, StepLost, StepPlan
+from infinilora.engine.model.decoder import Decoder, Flow, halves_of, windows_of
 from infinilora.engine.model.deltas import CarriedDeltas
 from infinilora.engine.shards.agree import agree_on_lost, lost_by
 from infinilora.engine.shards.channel import Channel
 from infinilora.engine.shards.collective import GroupShards
+from infinilora.engine.shards.halves import run_halves
 from infinilora.engine.shards.messages import Drop, Forget, LeaseNews, Step, TellAgain, Want
 from infinilora.protocol.errors import Internal
 from infinilora.protocol.ids import Digest
@@ -101,16 +102,24 @@ class Follower:
         digests = [segment.digest for segment in step.segments]
         missing = {digest for digest, row in zip(digests, rows, strict=True) if row is None}
         plan = self._lora.begin([row for row in rows if row is not None])
-        deltas = CarriedDeltas(self._lora, plan)
         try:
-            self._decoder.run(flow, deltas, until=step.until)
+            losses = self._run(flow, plan, step)
         finally:
             self._lora.take_waits()  # the head's are reported
             if plan is not None:
                 self._lora.end(plan)
         if digests:
-            lost = missing | lost_by(deltas.loss, digests)
+            lost = missing.union(*(lost_by(loss, digests) for loss in losses))
             agree_on_lost(self._shards, digests, lost, self._decoder.ops.device)
+
+    def _run(self, flow: Flow, plan: StepPlan | None, step: Step) -> list[StepLost | None]:
+        """What was lost: of a step in halves, of each."""
+        if step.cut:
+            halves = halves_of(flow.batch, step.cut)
+            return run_halves(self._decoder, halves, self._lora, windows_of(plan, halves))
+        deltas = CarriedDeltas(self._lora, plan)
+        self._decoder.run(flow, deltas, until=step.until)
+        return [deltas.loss]
 
     def _flow(self, step: Step) -> Flow:
         """The flow of a step; those that the head has let go are forgotten."""
@@ -118,7 +127,8 @@ class Follower:
         if flow is None:
             raise Internal(f"the head of this engine goes on with flow {step.flow}, which is not here")
         self._flows = {number: self._flows[number] for number in step.kept if number in self._flows}
-        self._flows[step.flow] = flow
+        if not step.cut:
+            self._flows[step.flow] = flow
         return flow
 
     def _lent(self, row_start: int, rows: int, digest: Digest, until: int) -> AdapterRows | None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,10 +26,12 @@ from infinilora.engine.lora.interface import (
     StepPlan,
     Ticket,
 )
-from infinilora.engine.model.decoder import Decoder, Flow
+from infinilora.engine.model.batch import Batch
+from infinilora.engine.model.decoder import Decoder, Flow, halves_of, windows_of
 from infinilora.engine.model.deltas import CarriedDeltas
 from infinilora.engine.shards.agree import agree_on_lost, lost_by
 from infinilora.engine.shards.collective import GroupShards
+from infinilora.engine.shards.halves import run_halves
 from infinilora.engine.shards.heard import HeardFollower
 from infinilora.engine.shards.messages import Drop, LeaseNews, Rows, Segment, Step, TellAgain, Want
 from infinilora.protocol.adapter import Site
@@ -53,7 +56,8 @@ class HeadPlan:
         return self.own.adapts(layer, site)
 
     def window(self, start: int, stop: int) -> StepPlan | None:
-        return self.own.window(start, stop)
+        own = self.own.window(start, stop)
+        return None if own is None else HeadPlan(own, self.rows)
 
 
 class HeadLora:
@@ -148,29 +152,44 @@ class HeadDecoder(Decoder):
     @override
     def proceed(self, flow: Flow, lora: LoraBackend, plan: StepPlan | None, *, until: int) -> None:
         assert plan is None or isinstance(plan, HeadPlan)
-        self._tell(flow, () if plan is None else plan.rows, until)
-        deltas = CarriedDeltas(lora, plan)
-        self.run(flow, deltas, until=until)
-        if plan is not None:
-            self._agree(plan, deltas.loss)
-
-    def _tell(self, flow: Flow, rows: Sequence[AdapterRows], until: int) -> None:
         number = self._flows.get(flow)
         new = None if number is not None else Rows.of(flow.batch)
         if number is None:
             number = self._flows[flow] = next(self._numbers)
-        segments = tuple(Segment(row.row_start, row.rows, row.lease.digest) for row in rows)
-        step = Step(number, until, tuple(self._flows.values()), segments, new)
+        self._tell(Step(number, until, tuple(self._flows.values()), _segments(plan), new))
+        deltas = CarriedDeltas(lora, plan)
+        self.run(flow, deltas, until=until)
+        if plan is not None:
+            self._agree(plan, [deltas.loss])
+
+    @override
+    def _in_halves(self, batch: Batch, lora: LoraBackend, plan: StepPlan, cut: int) -> Tensor:
+        assert isinstance(plan, HeadPlan)
+        kept, until = tuple(self._flows.values()), self.spec.num_layers
+        self._tell(Step(next(self._numbers), until, kept, _segments(plan), Rows.of(batch), cut))
+        halves = halves_of(batch, cut)
+        losses = run_halves(self, halves, lora, windows_of(plan, halves))
+        self._agree(plan, losses)
+        return torch.cat([self.finish(half) for half in halves])
+
+    def _tell(self, step: Step) -> None:
         for follower in self._followers:
             follower.send(step)
 
-    def _agree(self, plan: HeadPlan, loss: StepLost | None) -> None:
+    def _agree(self, plan: HeadPlan, losses: Sequence[StepLost | None]) -> None:
         """Raise StepLost for what any shard has lost."""
         digests = [row.lease.digest for row in plan.rows]
-        lost = agree_on_lost(self._group, digests, lost_by(loss, digests), self.ops.device)
+        own = frozenset[Digest]().union(*(lost_by(loss, digests) for loss in losses))
+        lost = agree_on_lost(self._group, digests, own, self.ops.device)
         if not lost:
             return
         for follower in self._followers:
             follower.doubt(lost)
             follower.send(TellAgain(tuple(lost)))
+        loss = next((loss for loss in losses if loss is not None), None)
         raise StepLost(lost, "another shard of this engine lost it" if loss is None else loss.reason) from loss
+
+
+def _segments(plan: HeadPlan | None) -> tuple[Segment, ...]:
+    rows = () if plan is None else plan.rows
+    return tuple(Segment(row.row_start, row.rows, row.lease.digest) for row in rows)

@@ -110,13 +110,17 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Take a flow through the layers before `until`. `rows` where it is new; of the others `kept` may still go on."""
+    """Take a flow through the layers before `until`. `rows` where it is new; of the others `kept` may still go on.
+
+    With `cut`, in two halves that take turns, of the first so many sequences and of the others; then it is over.
+    """
 
     flow: int
     until: int
     kept: tuple[int, ...]
     segments: tuple[Segment, ...]
     rows: Rows | None = None
+    cut: int = 0
 
 
 class LeaseNews(msgspec.Struct, frozen=True, tag=True):
