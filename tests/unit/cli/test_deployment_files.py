@@ -112,6 +112,16 @@ def test_every_long_lived_service_that_others_wait_for_says_when_it_is_healthy()
     assert all("test" in found[name]["healthcheck"] for name in waited_for)
 
 
+@pytest.mark.parametrize("service", ["engine", "gateway", "lora-server"])
+def test_what_a_service_writes_is_on_a_volume_for_its_container_is_read_only(service: str) -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    (var_dir,) = re.findall(r"INFINILORA_VAR_DIR=(\S+)", image)
+    found = compose_services()[service]
+    assert found["read_only"]
+    assert "INFINILORA_VAR_DIR" not in found["environment"]
+    assert var_dir in [volume.partition(":")[2] for volume in found["volumes"]]
+
+
 def test_make_env_writes_a_private_file_with_fresh_secrets_and_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     shutil.copy(ROOT / "deploy" / "make-env.sh", tmp_path / "deploy")
