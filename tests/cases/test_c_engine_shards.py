@@ -1,8 +1,9 @@
 """Class C: the same numbers from an engine that is two processes, tensors and experts cut between them."""
 
 import pytest
+import torch
 
-from support.cases import EFFECT_FLOOR, Files, config, experts, keyed, modules
+from support.cases import EFFECT_FLOOR, Change, Files, config, experts, keyed, modules
 from support.worlds import World, each, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="session")]
@@ -60,3 +61,14 @@ async def test_c18_what_shards_sum_is_counted_once(world: World) -> None:
     loras = world.oracle.loras([*modules("o_proj"), *homes, *experts("down_proj")], std=0.3)
     settings = config(target_modules=["o_proj", "down_proj"])
     await world.exact(Files(settings, keyed(loras)), world.oracle.merge(loras, 2.0))
+
+
+@on("L/in-2")
+async def test_c18_the_bias_of_a_partial_delta_is_added_once(world: World) -> None:
+    loras = world.oracle.loras(modules("o_proj", "down_proj"), rank=3, std=0.3)
+    dice = torch.Generator().manual_seed(18)
+    biases = {module: 0.3 * torch.randn(len(b), generator=dice) for module, (_, b) in loras.items()}
+    tensors = keyed(loras) | {f"base_model.model.{module}.lora_B.bias": bias for module, bias in biases.items()}
+    changes = [Change(f"{module}.bias", 2.0 * bias) for module, bias in biases.items()]
+    settings = config(r=3, lora_alpha=6, target_modules=["o_proj", "down_proj"], lora_bias=True)
+    await world.exact(Files(settings, tensors), [*world.oracle.merge(loras, 2.0), *changes])

@@ -98,7 +98,7 @@ def is_gone(pid: int) -> bool:
 async def test_two_shards_serve_base_and_adapters_over_links_and_outlive_a_lora_server(
     houses: list[House], tmp_path: Path, nats_server: NatsServer, redis_server: ValkeyServer, channels: Channels
 ) -> None:
-    house = House(tmp_path, "qwen2_moe", nats_server, redis_server)
+    house = House(tmp_path, "qwen2_moe", nats_server, redis_server, PING_PONG="on")
     houses.append(house)
     house.engine.start()
     house.server.start()
