@@ -15,20 +15,21 @@ from device import bytes_per_s, conditions, graph_s, report, require_device
 from sites import SHAPES, Shape, make_site
 
 from infinilora.kernels.shrink import can_specialize
-from infinilora.kernels.tile_table import Loads
+from infinilora.kernels.tile_table import Loads, Sums
 
 TARGET = 0.75
 BATCHES = ((1, 1), (16, 8), (64, 8), (64, 16), (512, 4))
 """(rows, adapters): decode, and one of prompts."""
 DECODE_ROWS = 64
 """Batches of more rows are timed and not held to the floor: they multiply more than they move."""
-VARIANTS: dict[str, tuple[int, Loads]] = {
-    "persistent": (2, "pointers"),
-    "descriptors": (0, "descriptors"),
-    "both": (2, "descriptors"),
-    "specialized": (0, "specialized"),
+VARIANTS: dict[str, tuple[int, Loads, Sums]] = {
+    "persistent": (2, "pointers", "apart"),
+    "descriptors": (0, "descriptors", "apart"),
+    "both": (2, "descriptors", "apart"),
+    "specialized": (0, "specialized", "apart"),
+    "summed inside": (0, "pointers", "inside"),
 }
-"""(programs a multiprocessor, how they read): what the tile table can choose, each beside the rule."""
+"""(programs a multiprocessor, how they read, where they sum): what the tile table can choose, each beside the rule."""
 
 
 def microseconds(
@@ -41,10 +42,12 @@ def microseconds(
         took[path] = graph_s(site.run, len(site.tables)) * 1e6
         num_bytes = site.num_bytes
     site = make_site(shape, rows=rows, adapters=adapters, rank=rank, device=device, path="grouped")
-    for name, (per_sm, loads) in VARIANTS.items():
-        is_special = not shape.experts and can_specialize(site.block_rows, rank)
-        if loads != "specialized" or is_special:
-            site.vary(per_sm, loads)
+    can_read = {"pointers", "descriptors"}
+    if not shape.experts and can_specialize(site.block_rows, rank):
+        can_read.add("specialized")
+    for name, (per_sm, loads, sums) in VARIANTS.items():
+        if loads in can_read and (sums == "apart" or site.sums_pairs):
+            site.vary(per_sm, loads, sums)
             took[name] = graph_s(site.run, len(site.tables)) * 1e6
     return {name: round(us, 2) for name, us in took.items()}, num_bytes
 

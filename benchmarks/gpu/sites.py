@@ -14,7 +14,7 @@ from typing_extensions import override
 from infinilora.kernels import expand, moe, shrink
 from infinilora.kernels.batch import Part, segment_table
 from infinilora.kernels.site_table import SiteTable
-from infinilora.kernels.tile_table import Cut, Launch, Loads, TileTable
+from infinilora.kernels.tile_table import Cut, Launch, Loads, Sums, TileTable
 from infinilora.kernels.tiles import StepRows
 
 from device import RING_BYTES  # isort: skip
@@ -44,13 +44,13 @@ SHAPES = (
 
 
 class Variant(TileTable):
-    """The rules' blocks, for bf16 in tiles of `block_rows`, but walked and read in another way."""
+    """The rules' blocks, for bf16 in tiles of `block_rows`, but walked, read and summed in another way."""
 
-    def __init__(self, block_rows: int, per_sm: int, loads: Loads, *, num_sms: int) -> None:
+    def __init__(self, block_rows: int, per_sm: int, loads: Loads, sums: Sums, *, num_sms: int) -> None:
         super().__init__({}, num_sms=num_sms)
         self._shrink = replace(shrink.by_rule(torch.bfloat16), per_sm=per_sm, loads=loads)
         reads: Loads = "pointers" if loads == "pointers" else "descriptors"
-        self._expand = replace(expand.by_rule(block_rows), per_sm=per_sm, loads=reads)
+        self._expand = replace(expand.by_rule(block_rows), per_sm=per_sm, loads=reads, sums=sums)
 
     @override
     def find(self, launch: Launch) -> Cut:
@@ -65,11 +65,12 @@ class Site:
     run: Callable[[int], None]
     num_bytes: int
     block_rows: int
+    sums_pairs: bool
 
-    def vary(self, per_sm: int, loads: Loads) -> None:
-        """From now on launches are cut by the rules, but walk and read so."""
+    def vary(self, per_sm: int, loads: Loads, sums: Sums) -> None:
+        """From now on launches are cut by the rules, but walk, read and sum so."""
         for table in self.tables:
-            table.tiles = Variant(self.block_rows, per_sm, loads, num_sms=table.tiles.num_sms)
+            table.tiles = Variant(self.block_rows, per_sm, loads, sums, num_sms=table.tiles.num_sms)
 
 
 def part_of(rank: int, in_dim: int, out_dim: int, offset: int, experts: int, device: torch.device) -> Part:
@@ -101,7 +102,7 @@ def make_site(
     used = {(t // each, int(e)) for t, row in enumerate(ids.tolist()) for e in row} if shape.experts else adapters
     touched = len(used) if isinstance(used, set) else used
     moved = x.numel() * 2 + 2 * out.numel() * 2
-    return Site(tables, run, touched * per_part + moved, step.block_rows)
+    return Site(tables, run, touched * per_part + moved, step.block_rows, shape.is_down)
 
 
 def _table(shape: Shape, adapters: int, rank: int, device: torch.device) -> SiteTable:

@@ -43,11 +43,13 @@ def time_site(site: Site) -> float | None:
         return None
 
 
-def variants(launch: Launch, cut: Cut) -> list[Cut]:
-    """The same blocks: walked and read in every other way that there is for them."""
+def variants(launch: Launch, cut: Cut, *, sums_pairs: bool) -> list[Cut]:
+    """The same blocks: walked, read, and a row's pairs summed where there are any, in every other way there is."""
     others = [replace(cut, per_sm=n, loads=loads) for n in PER_SM for loads in ("pointers", "descriptors")]
     if launch.op == "shrink" and can_specialize(launch.tile_rows, launch.rank):
         others.append(replace(cut, per_sm=0, loads="specialized"))
+    if launch.op == "expand" and sums_pairs:
+        others += [replace(other, sums="inside") for other in (cut, *others)]
     return [other for other in others if other != cut]
 
 
@@ -62,7 +64,7 @@ def best(
     rule_s = seconds(cut_by(site, {}))
     times = times_of(cuts)
     if times:
-        times |= times_of(variants(launch, min(times, key=times.__getitem__)))
+        times |= times_of(variants(launch, min(times, key=times.__getitem__), sums_pairs=site.sums_pairs))
     winner = min(times, key=times.__getitem__, default=None)
     if winner is None or rule_s is None or times[winner] > WORTH * rule_s:
         print(f"{launch}: the rule, {rule_s} s")

@@ -85,7 +85,13 @@ def test_rows_that_find_their_own_weights_read_them_in_vectors(compiled: list[di
 
 
 def test_nothing_is_summed_by_atomics(compiled: list[dict[str, Any]]) -> None:
-    assert {case["kernel"] for case in compiled if case["atomics"]} == MESSAGES, "which count programs, not sums"
+    """They count programs: of a message, or of a row's pairs, once all that is counted has been stored."""
+    summing = [case for case in compiled if case["summed"]]
+    assert {case["rows"] for case in summing} == {16, 64}
+    assert {case["kernel"] for case in compiled if case["counts"] and case not in summing} == MESSAGES
+    for case in summing:
+        assert case["counts"] == ["atom.global.gpu.acq_rel.add.u32"], case
+        assert case["is_counted_behind_a_barrier"], case
 
 
 def test_messages_are_published_and_awaited_across_devices(compiled: list[dict[str, Any]]) -> None:

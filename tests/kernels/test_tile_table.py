@@ -12,7 +12,7 @@ from support import lora_maths
 from support.triton_sites import TOLERANCE, RecordingTable, largest_error, make_bound, make_table, poisoned
 
 ENTRY = {"op": "shrink", "bits": 16, "rows": 64, "rank": 16, "dim": 4096, "tile_rows": 16}
-CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3, "per_sm": 2, "loads": "descriptors"}
+CUT = {"block": 128, "splits": 8, "warps": 4, "stages": 3, "per_sm": 2, "loads": "descriptors", "sums": "inside"}
 
 
 def written(path: Path, *entries: dict[str, object]) -> Path:
@@ -22,7 +22,7 @@ def written(path: Path, *entries: dict[str, object]) -> Path:
 
 def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -> None:
     table = TileTable.read(written(tmp_path / "sm_90.json", ENTRY | CUT))
-    cut = Cut(128, 8, 4, 3, 2, "descriptors")
+    cut = Cut(128, 8, 4, 3, 2, "descriptors", "inside")
     assert table.find(Launch("shrink", 16, 64, 16, 4096, 16)) == cut
     assert table.find(Launch("shrink", 16, 33, 9, 2049, 16)) == cut
     for other in (
@@ -48,6 +48,7 @@ def test_launches_up_to_the_entrys_powers_of_two_are_cut_by_it(tmp_path: Path) -
         {"per_sm": -1},
         {"loads": "guesses"},
         {"loads": "specialized"},
+        {"sums": "somewhere"},
         {"loads": "specialized", "per_sm": 0, "op": "expand"},
     ],
 )
@@ -67,7 +68,7 @@ def test_a_file_that_is_no_table_is_named(text: str, tmp_path: Path) -> None:
 
 def test_unmeasured_launches_have_a_program_for_each_item_and_read_through_pointers() -> None:
     cut = Cut(128, 0, 4, 3)
-    assert cut.loads == "pointers"
+    assert (cut.loads, cut.sums) == ("pointers", "apart")
     assert TileTable({}).num_programs(cut, 100_000) == 100_000
 
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from infinilora.kernels.batch import segment_table
+from infinilora.kernels.tile_table import Cut, Sums
 from support import lora_maths
-from support.triton_sites import TOLERANCE, largest_error, make_bound, make_table, poisoned
+from support.triton_sites import TOLERANCE, EveryLaunch, largest_error, make_bound, make_table, poisoned
 
 if TYPE_CHECKING:
     from infinilora.kernels.moe import Path
@@ -52,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ExpertSites:
     """gate_up and down of one layer over the same buffers, step after step."""
 
-    def __init__(self, device: str, path: "Path") -> None:
+    def __init__(self, device: str, path: "Path", sums: Sums) -> None:
         from infinilora.kernels.tiles import StepRows
 
         self.rows = StepRows.bounded(NUM_ROWS, NUM_SLOTS, device)
@@ -64,6 +65,8 @@ class ExpertSites:
         self.summed = poisoned(NUM_ROWS, HIDDEN, device=device)
         self._gate_up = make_table(GATE_UP, num_parts=2, in_dim=HIDDEN, out_dim=2 * FF, device=device)
         self._down = make_table(DOWN, num_parts=1, in_dim=FF, out_dim=HIDDEN, device=device)
+        if sums == "inside":
+            self._down.tiles = EveryLaunch(Cut(32, 0, 4, 2), Cut(16, 0, 4, 2, sums=sums), num_sms=3)
         self._path: Path = path
 
     def begin(self, seed: int, segments: tuple[tuple[int, int, int], ...]) -> None:
@@ -98,10 +101,14 @@ def replayable(launch: Callable[[], None], device: str) -> Iterator[Callable[[],
     yield graph.replay
 
 
+WAYS = pytest.mark.parametrize(("path", "sums"), [("grouped", "apart"), ("grouped", "inside"), ("indexed", "apart")])
+
+
 @pytest.mark.interp
-def test_what_experts_are_asked_of_torch_does_not_depend_on_the_routing(path: "Path") -> None:
+@WAYS
+def test_what_experts_are_asked_of_torch_does_not_depend_on_the_routing(path: "Path", sums: Sums) -> None:
     """Every tensor, with its shape, in the same order: a captured graph holds the memory of any step."""
-    sites, asked = ExpertSites("cpu", path), []
+    sites, asked = ExpertSites("cpu", path, sums), []
     for seed, segments in enumerate(STEPS):
         sites.begin(seed, segments)
         with Recorder() as recorder:
@@ -120,8 +127,9 @@ def test_a_host_that_waits_is_seen() -> None:
     assert {"nonzero", "_local_scalar_dense"} == {name for name, _ in recorder.asked} & WAITS
 
 
-def test_one_set_of_expert_launches_serves_step_after_step(device: str, path: "Path") -> None:
-    sites = ExpertSites(device, path)
+@WAYS
+def test_one_set_of_expert_launches_serves_step_after_step(device: str, path: "Path", sums: Sums) -> None:
+    sites = ExpertSites(device, path, sums)
     sites.begin(9, STEPS[0])
     with replayable(sites.launch, device) as replay:
         for seed, segments in enumerate(STEPS):

@@ -27,8 +27,8 @@ def chosen(tuner: ModuleType, launch: Launch, fast: Cut, *, takes: float = 0.5, 
     from sites import Site  # type: ignore[import-not-found]
 
     table = SiteTable(num_slots=1, num_parts=1, in_dim=4096, out_dim=4096, device="cpu")
-    site = Site([table], lambda layer: None, 0, 64)
-    blocks = replace(fast, per_sm=0, loads="pointers")
+    site = Site([table], lambda layer: None, 0, 64, sums_pairs=True)
+    blocks = replace(fast, per_sm=0, loads="pointers", sums="apart")
 
     def seconds(cut_site: Site) -> float | None:
         cut = cut_site.tables[0].tiles.find(launch)
@@ -40,19 +40,22 @@ def chosen(tuner: ModuleType, launch: Launch, fast: Cut, *, takes: float = 0.5, 
 
 
 @pytest.mark.parametrize(
-    "fast",
+    ("launch", "fast"),
     [
-        BLOCKS,
-        replace(BLOCKS, per_sm=1),
-        replace(BLOCKS, per_sm=4, loads="descriptors"),
-        replace(BLOCKS, loads="descriptors"),
-        replace(BLOCKS, loads="specialized"),
+        (SHRINK, BLOCKS),
+        (SHRINK, replace(BLOCKS, per_sm=1)),
+        (SHRINK, replace(BLOCKS, per_sm=4, loads="descriptors")),
+        (EXPAND, replace(BLOCKS, loads="descriptors")),
+        (SHRINK, replace(BLOCKS, loads="specialized")),
+        (EXPAND, replace(BLOCKS, per_sm=2, sums="inside")),
     ],
 )
-def test_every_way_can_be_chosen_and_is_read_again(tuner: ModuleType, fast: Cut, tmp_path: Path) -> None:
-    assert chosen(tuner, SHRINK, fast) == fast
-    tuner.write(tmp_path / "sm_90.json", {SHRINK: fast}, {"device": "a test's"})
-    assert TileTable.read(tmp_path / "sm_90.json").find(SHRINK) == fast
+def test_every_way_can_be_chosen_and_is_read_again(
+    tuner: ModuleType, launch: Launch, fast: Cut, tmp_path: Path
+) -> None:
+    assert chosen(tuner, launch, fast) == fast
+    tuner.write(tmp_path / "sm_90.json", {launch: fast}, {"device": "a test's"})
+    assert TileTable.read(tmp_path / "sm_90.json").find(launch) == fast
 
 
 def test_what_is_not_clearly_faster_gets_no_entry(tuner: ModuleType) -> None:
@@ -63,4 +66,6 @@ def test_what_is_not_clearly_faster_gets_no_entry(tuner: ModuleType) -> None:
 
 def test_ways_that_a_launch_has_not_are_not_tried(tuner: ModuleType) -> None:
     for launch in (EXPAND, SHRINK._replace(rank=64), SHRINK._replace(tile_rows=16)):
-        assert "specialized" not in {cut.loads for cut in tuner.variants(launch, BLOCKS)}
+        assert "specialized" not in {cut.loads for cut in tuner.variants(launch, BLOCKS, sums_pairs=True)}
+    assert {cut.sums for cut in tuner.variants(EXPAND, BLOCKS, sums_pairs=False)} == {"apart"}
+    assert {cut.sums for cut in tuner.variants(SHRINK, BLOCKS, sums_pairs=True)} == {"apart"}

@@ -15,12 +15,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from infinilora.kernels import expand, indexed, mailbox, moe, shrink
+from infinilora.kernels import expand, indexed, mailbox, pair_sums, shrink
 from infinilora.kernels.site_table import FIELDS
 from infinilora.kernels.tile_table import Loads
 
 POINTERS = {"v": "*fp32", "tiles": "*i32", "order": "*i32", "records": "*i64", "pair_weights": "*fp32"}
-DIVISIBLE = ("in_dim", "x_stride", "v_plane", "v_stride", "v_part", "split_width", "out_stride", "columns", "cols")
+DIVISIBLE = (
+    "in_dim",
+    "x_stride",
+    "v_plane",
+    "v_stride",
+    "v_part",
+    "split_width",
+    "out_stride",
+    "summed_stride",
+    "columns",
+    "cols",
+)
 """Numbers that are multiples of 16 in every model, which Triton then specialises on."""
 
 DECODE, PREFILL = 16, 64
@@ -51,10 +62,11 @@ def shrink_case(kind: int, x: str, rows: int, loads: Loads = "pointers", *, gath
     }
 
 
-def expand_case(kind: int, out: str, rows: int, loads: Loads = "pointers") -> dict[str, Any]:
+def expand_case(kind: int, out: str, rows: int, loads: Loads = "pointers", *, top_k: int = 0) -> dict[str, Any]:
+    """`top_k`: pairs of a row that its last program sums into bf16, 0 for none."""
     return {
         "kernel": expand.expand_kernel,
-        "pointers": POINTERS | {"out": out},
+        "pointers": POINTERS | {"out": out, "topk_ids": "*i32", "arrivals": "*i32", "summed": "*bf16"},
         "loads": loads,
         "stages": 2,
         "constants": {
@@ -62,9 +74,10 @@ def expand_case(kind: int, out: str, rows: int, loads: Loads = "pointers") -> di
             "FIELDS": FIELDS,
             "KIND": kind,
             "ALIGNED": True,
-            "GATHER": rows == PREFILL,
-            "WEIGHTED": rows == PREFILL,
-            "ACCUMULATE": rows == DECODE,
+            "GATHER": rows == PREFILL or top_k > 0,
+            "WEIGHTED": rows == PREFILL or top_k > 0,
+            "ACCUMULATE": rows == DECODE and top_k == 0,
+            "TOP_K": top_k,
             "UPCAST": False,
             "DESCRIBED": loads != "pointers",
             "SPLITS": 4 if rows == DECODE else 1,
@@ -77,9 +90,9 @@ def expand_case(kind: int, out: str, rows: int, loads: Loads = "pointers") -> di
 
 def sum_pairs_case() -> dict[str, Any]:
     pointers = {"weighted": "*fp32", "out": "*bf16", "topk_ids": "*i32", "slot_index": "*i64", "slot_list": "*i32"}
-    constants = {"PARTS": 1, "FIELDS": FIELDS, "TOP_K": 8, "ACCUMULATE": True, "BLOCK_N": moe.COLUMNS}
+    constants = {"PARTS": 1, "FIELDS": FIELDS, "TOP_K": 8, "ACCUMULATE": True, "BLOCK_N": pair_sums.COLUMNS}
     return {
-        "kernel": moe.sum_pairs_kernel,
+        "kernel": pair_sums.sum_pairs_kernel,
         "pointers": POINTERS | pointers,
         "stages": 2,
         "constants": constants,
@@ -131,6 +144,7 @@ CASES = [
     expand_case(2, "*bf16", DECODE),
     *(expand_case(1, "*bf16", rows, "descriptors") for rows in (DECODE, PREFILL)),
     *(expand_case(kind, "*bf16", DECODE, "descriptors") for kind in (0, 2)),
+    *(expand_case(1, "*fp32", rows, top_k=8) for rows in (DECODE, PREFILL)),
     sum_pairs_case(),
     *indexed_cases(),
     *mailbox_cases(),
@@ -179,7 +193,11 @@ def compile_case(case: dict[str, Any], capability: int) -> dict[str, Any]:
         "releases": ptx.count("st.release.sys.global"),
         "boxes": ptx.count("cp.async.bulk.tensor"),
         "register_shares": ptx.count("setmaxnreg"),
-        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        "summed": constants.get("TOP_K", 0) if kernel is expand.expand_kernel else 0,
+        "counts": re.findall(r"\b(?:atom|red)\.\S+", ptx),
+        "is_counted_behind_a_barrier": -1
+        < ptx.rfind("st.global", 0, ptx.find("atom."))
+        < ptx.rfind("bar.sync", 0, ptx.find("atom.")),
     }
 
 

@@ -8,11 +8,13 @@ its fp32 precision against 16-bit weights too: it is multiplied as the sum of tw
 
 from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from infinilora.kernels.descriptors import launch_with_scratch
+from infinilora.kernels.pair_sums import PairSum, add_if_last
 from infinilora.kernels.shrink import padded_rank, rank_block, weights_of
 from infinilora.kernels.site_table import FIELDS, KINDS, SiteTable
 from infinilora.kernels.tile_table import Cut, Launch
@@ -38,7 +40,7 @@ def add_product(acc, v_block, bt_block, KIND: tl.constexpr, UPCAST: tl.constexpr
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_items"])
+@triton.jit(do_not_specialize=["num_tiles", "num_items", "num_experts", "num_blocks"])
 def expand_kernel(
     v,
     out,
@@ -46,12 +48,18 @@ def expand_kernel(
     order,
     pair_weights,
     records,
+    topk_ids,
+    arrivals,
+    summed,
     num_tiles,
     num_items,
+    num_experts,
+    num_blocks,
     v_plane,
     v_stride,
     v_part,
     out_stride,
+    summed_stride,
     PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
     KIND: tl.constexpr,
@@ -61,6 +69,7 @@ def expand_kernel(
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -68,7 +77,8 @@ def expand_kernel(
 ):
     """One item: one tile of rows, one block of output columns of one part; all ranks. A program walks its items.
 
-    v fp32 [SPLITS, rows or pairs, PARTS x v_part]; out [rows or pairs, columns]; tiles int32 [n, 4].
+    v fp32 [SPLITS, rows or pairs, PARTS x v_part]; out [rows or pairs, columns]; tiles int32 [n, 4]. TOP_K 0: pairs
+    are not summed.
     """
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         tile, block = tiles + item % num_tiles * 4, item // num_tiles
@@ -120,11 +130,34 @@ def expand_kernel(
             if ACCUMULATE:
                 acc += tl.load(out_block, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_block, acc.to(out.dtype.element_ty), mask=mask)
+            if TOP_K:
+                add_if_last(
+                    out,
+                    summed,
+                    topk_ids,
+                    arrivals + block,
+                    num_experts,
+                    out_stride,
+                    summed_stride,
+                    num_blocks,
+                    row,
+                    in_tile,
+                    offset + n,
+                    n < out_dim,
+                    TOP_K,
+                )
 
 
 def by_rule(block_rows: int) -> Cut:
     """The cut of a launch over tiles of so many rows that was not measured."""
     return Cut(SMALL_COLUMNS if block_rows == SMALL else LARGE_COLUMNS, 0, 4, 2)
+
+
+def cuts_of(table: SiteTable, num_rows: int, block_rows: int) -> list[Cut]:
+    """How expand is cut on `num_rows` rows of v: one for each of the dtypes bound in `table`."""
+    bits = [8 * KINDS[kind].itemsize for kind, _ in table.summary.kinds]
+    launches = [Launch("expand", b, num_rows, table.summary.max_rank, table.out_dim, block_rows) for b in bits]
+    return [table.tiles.find(launch) or by_rule(block_rows) for launch in launches]
 
 
 def expand(
@@ -137,18 +170,21 @@ def expand(
     pair_weights: Tensor | None,
     accumulate: bool,
     block_rows: int,
+    pair_sum: PairSum | None = None,
 ) -> None:
     """Launch on every dtype bound in `table`. Writes only the rows of tiles and the columns of bound parts.
 
     v as `shrink` returned it for the same tiles; out [rows or pairs, columns], contiguous in its rows.
-    `pair_weights` fp32 [pairs] multiplies each row once.
+    `pair_weights` fp32 [pairs] multiplies each row once. With `pair_sum`, the pairs of a row are added there besides.
     """
-    for kind, aligned in table.summary.kinds:
-        bits, max_rank = 8 * KINDS[kind].itemsize, table.summary.max_rank
-        launch = Launch("expand", bits, v.shape[1], max_rank, table.out_dim, block_rows)
-        cut = table.tiles.find(launch) or by_rule(block_rows)
+    summed = pair_sum or PairSum(out, tiles, 0)
+    for (kind, aligned), cut in zip(table.summary.kinds, cuts_of(table, v.shape[1], block_rows), strict=True):
         described = cut.loads != "pointers" and aligned
-        num_items = len(tiles) * table.num_parts * triton.cdiv(table.out_dim, cut.block)
+        num_blocks = table.num_parts * triton.cdiv(table.out_dim, cut.block)
+        num_items = len(tiles) * num_blocks
+        arrivals = tiles
+        if pair_sum is not None:
+            arrivals = torch.zeros(len(pair_sum.out), num_blocks, dtype=torch.int32, device=out.device)
         run = partial(
             expand_kernel[(table.tiles.num_programs(cut, num_items),)],
             v,
@@ -157,12 +193,18 @@ def expand(
             tiles if order is None else order,
             v if pair_weights is None else pair_weights,
             table.records,
+            summed.topk_ids,
+            arrivals,
+            summed.out,
             len(tiles),
             num_items,
+            summed.num_experts,
+            num_blocks,
             v.stride(0),
             v.stride(1),
             v.stride(2),
             out.stride(0),
+            summed.out.stride(0),
             PARTS=table.num_parts,
             FIELDS=FIELDS,
             KIND=kind,
@@ -172,6 +214,7 @@ def expand(
             ACCUMULATE=accumulate,
             UPCAST=bool(triton.knobs.runtime.interpret),
             DESCRIBED=described,
+            TOP_K=pair_sum.topk_ids.shape[1] if pair_sum else 0,
             SPLITS=v.shape[0],
             BLOCK_M=block_rows,
             BLOCK_R=rank_block(table.summary.max_rank),

@@ -4,26 +4,21 @@
     down      out[t]       (+)= Σ_j topk_weights[t, j] · delta of act[t, j] through (slot of t, topk_ids[t, j])
 
 One shrink and one expand launch a site. `down` of a tiny batch sums a row's pairs where it expands them; of others it
-writes the weighted delta of every pair and sums them in their order: no atomics. `dense` is here too: the same
+writes the weighted delta of every pair, and sums a row's in their order (`pair_sums`). `dense` is here too: the same
 kernels, whose tiles are segments of rows.
 """
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from infinilora.kernels.expand import expand
+from infinilora.kernels.expand import cuts_of, expand
 from infinilora.kernels.indexed import MAX_PAIRS, MAX_ROWS, Pairs, indexed
+from infinilora.kernels.pair_sums import PairSum, sum_pairs
 from infinilora.kernels.shrink import shrink
-from infinilora.kernels.site_table import FIELDS, SiteTable
+from infinilora.kernels.site_table import SiteTable
 from infinilora.kernels.tiles import PairTiles, StepRows
-
-COLUMNS = 256
 
 Path = Literal["auto", "grouped", "indexed"]
 """How rows find their weights: sorted into tiles, or each by itself; auto: the latter where they are few."""
@@ -126,6 +121,9 @@ def moe_down(
         return
     pairs = PairTiles.of(rows, topk_ids, table.num_experts)
     weighted = torch.empty(num_pairs, table.out_dim, dtype=torch.float32, device=out.device)
+    is_summed_inside = all(cut.sums == "inside" for cut in cuts_of(table, num_pairs, pairs.block_rows))
+    if is_summed_inside and not accumulate:
+        out.zero_()
     v = shrink(table, flat, pairs.tiles, order=pairs.order, top_k=1, num_rows=num_pairs, block_rows=pairs.block_rows)
     expand(
         table,
@@ -136,74 +134,10 @@ def moe_down(
         pair_weights=pair_weights,
         accumulate=False,
         block_rows=pairs.block_rows,
+        pair_sum=PairSum(out, topk_ids.contiguous(), table.num_experts) if is_summed_inside else None,
     )
-    sum_pairs(table, rows, weighted, topk_ids, out, accumulate=accumulate)
-
-
-@triton.jit
-def sum_pairs_kernel(
-    weighted,
-    out,
-    topk_ids,
-    slot_index,
-    slot_list,
-    records,
-    num_slots,
-    num_experts,
-    columns,
-    out_stride,
-    PARTS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """out[t] (+)= Σ_j weighted[t · TOP_K + j] over the choices that have weights. One program: a row, some columns."""
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    index = tl.load(slot_index + t)
-    if index < num_slots:
-        slot = tl.load(slot_list + index).to(tl.int64)
-        bound = n < 0
-        for part in tl.static_range(PARTS):
-            record = records + (slot * PARTS + part) * FIELDS
-            first, out_dim = tl.load(record + 3), tl.load(record + 4)
-            bound = bound | ((tl.load(record + 2) > 0) & (n >= first) & (n < first + out_dim))
-        for j in range(TOP_K):
-            expert = tl.load(topk_ids + t * TOP_K + j)
-            exists = (expert >= 0) & (expert < num_experts)
-            pair = weighted + (t * TOP_K + j) * columns + n
-            acc += tl.load(pair, mask=bound & exists, other=0.0)
-    row = out + t * out_stride + n
-    if ACCUMULATE:
-        acc += tl.load(row, mask=n < columns, other=0.0).to(tl.float32)
-    tl.store(row, acc.to(out.dtype.element_ty), mask=n < columns)
-
-
-def sum_pairs(
-    table: SiteTable, rows: StepRows, weighted: Tensor, topk_ids: Tensor, out: Tensor, *, accumulate: bool
-) -> None:
-    """Sum each row's pairs of weighted fp32 [T · k, h] into out [T, h], all of whose elements are written."""
-    grid = (rows.num_rows, triton.cdiv(table.out_dim, COLUMNS))
-    sum_pairs_kernel[grid](
-        weighted,
-        out,
-        topk_ids.contiguous(),
-        rows.slot_index,
-        rows.slot_list,
-        table.records,
-        len(rows.slots),
-        table.num_experts,
-        table.out_dim,
-        out.stride(0),
-        PARTS=table.num_parts,
-        FIELDS=FIELDS,
-        TOP_K=topk_ids.shape[1],
-        ACCUMULATE=accumulate,
-        BLOCK_N=COLUMNS,
-        num_warps=4,
-    )
+    if not is_summed_inside:
+        sum_pairs(table, rows, weighted, topk_ids, out, accumulate=accumulate)
 
 
 def _is_indexed(path: Path, count: int, most: int) -> bool:

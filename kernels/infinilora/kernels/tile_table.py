@@ -43,6 +43,10 @@ Loads = Literal["pointers", "descriptors", "specialized"]
 are aligned; or so, and by warps that do nothing else, where tiles and ranks are large (shrink only)."""
 
 
+Sums = Literal["apart", "inside"]
+"""Where the pairs of a row of `down` are summed: in a launch of its own, or by the last program of expand."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """`block`: columns of a program's step (K of shrink, N of expand). `splits`: ranges of K; 0: by rule.
@@ -57,6 +61,7 @@ class Cut:
     stages: int
     per_sm: int = 0
     loads: Loads = "pointers"
+    sums: Sums = "apart"
 
     def __post_init__(self) -> None:
         # Warps that fetch run ahead: of a next item they would rewrite the descriptor that copies still read.
@@ -107,7 +112,8 @@ def _entry(entry: Mapping[str, int | str], path: Path) -> tuple[Launch, Cut]:
         launch = Launch(str(entry["op"]), *(int(entry[name]) for name in Launch._fields[1:]))
         numbers = {name: int(entry[name]) for name in ("block", "splits", "warps", "stages", "per_sm")}
         loads = next(known for known in get_args(Loads) if known == entry["loads"])
-        cut = Cut(**numbers, loads=loads)
+        sums = next(known for known in get_args(Sums) if known == entry["sums"])
+        cut = Cut(**numbers, loads=loads, sums=sums)
     except (KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(f"{path}: entry {entry!r} lacks what a launch is cut by: {error}") from error
     powers = (cut.block, cut.splits or 1, cut.warps)
