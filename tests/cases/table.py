@@ -81,6 +81,7 @@ CASES = {
     "D07": Case("more adapters than slots", "holds"),
     "D08": Case("unloading frees every tier", "holds"),
     "D09": Case("loaded, used and unloaded, again and again", "holds"),
+    "D10": Case("memory counted at the start; running out of it", "holds"),
     "D11": Case("prefixes that begin alike", "holds"),
     "D12": Case("forms of an S3 address", "holds"),
     "D14": Case("endpoint, region, TLS of one's own", "holds"),

@@ -1,10 +1,11 @@
-"""Has an operation of a running service hang (hanging/sitecustomize.py says which, and how)."""
+"""Has an operation of a running service hang, or find no memory (hanging/sitecustomize.py says which, and how)."""
 
 import os
 from pathlib import Path
 
 HOLDING = "holding the interpreter"
 FREE = "free"
+NO_MEMORY = "no memory"
 SITE = Path(__file__).with_name("hanging")
 
 

@@ -1,8 +1,8 @@
-"""Makes one operation of a service hang, once: Python reads this at its start where PYTHONPATH names its directory.
+"""Makes one operation of a service go wrong, once: Python reads this at its start where PYTHONPATH names its directory.
 
 Of an engine it is the norm of every layer; of a LoRA server, every dense site call. Once HANG_DIR has a file of the
 service's name, the next call takes the file away and never comes back: in native code, as from a kernel that hangs. The
-file says whether Python's lock is held meanwhile.
+file says whether Python's lock is held meanwhile; or that the call finds no memory instead.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HOLDING = "holding the interpreter"
+NO_MEMORY = "no memory"
 
 
 def hang_if_told(at: Path) -> None:
@@ -21,6 +22,10 @@ def hang_if_told(at: Path) -> None:
         at.unlink()
     except FileNotFoundError:
         return
+    if said == NO_MEMORY:
+        import torch
+
+        torch.empty(1 << 62, dtype=torch.uint8)
     library = (ctypes.PyDLL if said == HOLDING else ctypes.CDLL)(None)
     while True:
         library.pause()

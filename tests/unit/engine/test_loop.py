@@ -2,17 +2,23 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
 
 from infinilora.engine.assemble import LoadedModel, make_loop
 from infinilora.engine.events import Ended, Event, Hooks
 from infinilora.engine.job import Patience
-from infinilora.engine.lora.interface import LeaseStatus
+from infinilora.engine.lora.interface import LeaseStatus, LoraBackend, StepPlan
 from infinilora.engine.lora.none import NoLora
+from infinilora.engine.model.batch import Batch
+from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.runner import Runner
 from infinilora.engine.sched.scheduler import Limits, Rows
 from infinilora.engine.sequence import SamplingParams, Sequence
@@ -335,3 +341,46 @@ def test_progress_moves_with_every_layer_and_is_none_while_there_is_nothing_to_d
     steps = [count for count in seen if count is not None]
     assert len(steps) == len(seen) == 4
     assert all(after - before > model.spec.num_layers for before, after in pairwise(steps))
+
+
+class Hungry(Decoder):
+    """Finds no memory for steps of more rows than `most_rows`."""
+
+    def __init__(self, own: Decoder, most_rows: int) -> None:
+        super().__init__(own.spec, own.weights, own.ops, own.kv, own.shards)
+        self.most_rows = most_rows
+
+    @override
+    def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None, *, cut: int = 0) -> Tensor:
+        if batch.num_rows > self.most_rows:
+            torch.empty(1 << 62, dtype=torch.uint8)
+        return super().forward(batch, lora, plan, cut=cut)
+
+
+def test_a_step_without_memory_ends_the_request_that_asked_for_most_and_no_other(
+    loaded: Loaded, lora: PlainLora
+) -> None:
+    model, largest, prompts = loaded("llama"), list(range(3, 15)), [PROMPT, PROMPT[:4]]
+    expected = [alone(loaded, prompt, max_tokens=6) for prompt in prompts]
+    engine = TestEngine(replace(model, decoder=Hungry(model.decoder, 11)), lora, limits=LIMITS)
+    victim, *others = [engine.ask(prompt, max_tokens=6) for prompt in (largest, *prompts)]
+    engine.run()
+    assert isinstance(victim.failed.error, Overloaded)
+    assert "no memory for 12 tokens" in victim.failed.error.message
+    assert [heard.tokens for heard in others] == expected
+
+
+def test_an_error_that_is_not_of_memory_ends_the_thread(loaded: Loaded, lora: PlainLora) -> None:
+    model = loaded("llama")
+    engine = TestEngine(replace(model, decoder=Broken(model.decoder, 0)), lora, limits=LIMITS)
+    engine.ask(PROMPT)
+    with pytest.raises(RuntimeError, match="wrong shape"):
+        engine.turn()
+
+
+class Broken(Hungry):
+    """Has a fault."""
+
+    @override
+    def forward(self, batch: Batch, lora: LoraBackend, plan: StepPlan | None, *, cut: int = 0) -> Tensor:
+        raise RuntimeError("wrong shape")

@@ -143,6 +143,29 @@ def test_a_site_call_that_does_not_come_back_can_be_seen(tmp_path: Path) -> None
         assert link.thread.progress is None
 
 
+def test_a_site_call_without_memory_is_refused_and_the_next_is_answered(tmp_path: Path) -> None:
+    kernels = HungryKernels()
+    with living(tmp_path, kernels) as link:
+        link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+        with pytest.raises(LinkRefused, match="no memory") as refused:
+            link.call()
+        assert refused.value.refusal.code == "overloaded"
+        kernels.is_hungry = False
+        assert link.call()[0, 0] == 16.0
+
+
+class HungryKernels(DefinedKernels):
+    """Find no memory."""
+
+    is_hungry = True
+
+    @override
+    def dense(self, *arguments: Any, **named: Any) -> None:
+        if self.is_hungry:
+            torch.empty(1 << 62, dtype=torch.uint8)
+        super().dense(*arguments, **named)
+
+
 class HangingKernels(DefinedKernels):
     """Until it is told to go on."""
 

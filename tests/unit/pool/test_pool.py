@@ -2,12 +2,15 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
 from infinilora.pool.execute import SiteCall, StepWork, TenancyRows, execute
 from infinilora.pool.loader import RETRY_AFTER_S
@@ -555,3 +558,26 @@ def test_an_adapter_that_no_pool_of_this_size_can_hold_has_failed_for_good(house
         pool.lease("engine", adapter.digest, told := Told())
         assert "raise pool_bytes" in str(told.lost())
     assert [failure.digest for failure in pool.load().failed] == [adapter.digest]
+
+
+def test_a_load_without_memory_fails_for_a_moment_and_the_pool_lives(house: House) -> None:
+    adapter = house.pack(1)
+    house.kernels = kernels = HungryKernels()
+    pool = house.pool()
+    pool.lease("engine", adapter.digest, refused := Told())
+    assert isinstance(refused.lost(), Overloaded)
+    kernels.is_hungry = False
+    wait_until(lambda: not pool._failures.known(adapter.digest, time.monotonic()), "the pause to be over")
+    assert leased(pool, adapter.digest).is_resident
+
+
+class HungryKernels(DefinedKernels):
+    """Have no memory for what a site is described by."""
+
+    is_hungry = True
+
+    @override
+    def bind(self, *arguments: Any, **named: Any) -> None:
+        if self.is_hungry:
+            np.empty(1 << 62, np.uint8)
+        super().bind(*arguments, **named)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from infinilora.protocol.control import LoadFailure
-from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded, Unavailable
 from infinilora.protocol.ids import Digest
 
 MAX_REMEMBERED = 4096
@@ -41,7 +41,7 @@ class NotStored(AdapterFailed):
 
 
 AWAY = Backoff(0.25, 0.25)
-"""A store that does not answer, or not for us."""
+"""A store that does not answer, or not for us; memory that others have."""
 
 
 @dataclass(slots=True)
@@ -85,9 +85,9 @@ class Failures:
         self._failures.pop(digest, None)
 
     def _backoff(self, error: InfiniLoraError) -> Backoff:
-        """A store that is away, an adapter that it does not have, or one that is damaged or does not fit."""
+        """A store or memory that is away, an adapter that the store does not have, or one that does not fit."""
         match error:
-            case Unavailable():
+            case Unavailable() | Overloaded():
                 return AWAY
             case NotStored():
                 return self._missing

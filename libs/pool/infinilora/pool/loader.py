@@ -24,11 +24,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from infinilora.kernels.allocation import is_out_of_memory
 from infinilora.kernels.batch import SiteWeights
 from infinilora.pool.bind import site_weights
 from infinilora.pool.pace import Pace
 from infinilora.pool.tiers import NotNear, PackedSource, Tiers
-from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Unavailable
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded, Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.weights.packed import PackedHeader, packed_ranges
 
@@ -217,6 +218,10 @@ class Loader:
             self._try_again(load, error)
         except InfiniLoraError as error:
             self._fail(load, error)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fail(load, Overloaded(f"no memory to load adapter {load.digest}: {error}", retry_after_s=1.0))
         except ValueError as error:
             self._fail(load, AdapterFailed(f"adapter {load.digest} does not fit this base: {error}"))
 

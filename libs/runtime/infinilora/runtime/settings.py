@@ -56,6 +56,9 @@ class Common(BaseSettings):
     heat_half_lives_s: Annotated[tuple[int, ...], NoDecode] = (10, 60, 600)
     """`10,60,600`: of the adapters' heat. The shortest sees what rises within seconds, the longest what lasts: gateways
     count under all of them, the coordinator reads all. The same for every process of a cluster."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """What an engine or a LoRA server may hold of this machine's memory; 0: what its control groups and the machine
+    allow. The worst that it may have to hold is counted against that when it starts (capacity.py)."""
     drain_s: float = Field(default=10.0, gt=0)
     """After a stop is asked for, how long running work may take to finish."""
 

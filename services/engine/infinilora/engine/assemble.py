@@ -47,6 +47,8 @@ class ModelOptions:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     threads: int = 1
     kv_bytes: int = 0
+    most_kv_bytes: int | None = None
+    """Where `kv_bytes` is derived: what the memory leaves for it (fit.py)."""
     kv_block: int = 16
     max_model_len: int = 0
     max_running: int = 64
@@ -128,13 +130,17 @@ def sizes_of(options: ModelOptions, spec: ModelSpec, cut: Cut) -> Sizes:
     return derive_sizes(
         max_exact_len=spec.max_exact_len,
         wanted_len=options.max_model_len,
-        bytes_per_block=block_bytes(
-            local_spec(spec, cut), block_size=options.kv_block, dtype=activation_dtype(options)
-        ),
+        bytes_per_block=bytes_per_block(options, spec, cut),
         block_size=options.kv_block,
         wanted_kv_bytes=options.kv_bytes,
         max_running=options.max_running,
+        most_kv_bytes=options.most_kv_bytes,
     )
+
+
+def bytes_per_block(options: ModelOptions, spec: ModelSpec, cut: Cut) -> int:
+    """Of keys and values on one shard."""
+    return block_bytes(local_spec(spec, cut), block_size=options.kv_block, dtype=activation_dtype(options))
 
 
 def hold_model(options: ModelOptions, plan: ModelPlan, shards: Shards) -> LoadedModel:

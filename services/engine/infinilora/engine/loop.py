@@ -197,7 +197,7 @@ class EngineLoop:
         outcome = self._runner.run(rows)
         self._settle(outcome)
         seconds = time.perf_counter() - started
-        if not outcome.lost:
+        if not outcome.lost and outcome.too_large is None:
             self._scheduler.observe(sum(item.count for item in rows), seconds)
         self._hooks.on_step(_report(outcome, plan, cached, started, seconds))
 
@@ -223,6 +223,9 @@ class EngineLoop:
         return has_moved
 
     def _settle(self, outcome: Outcome) -> None:
+        if outcome.too_large is not None:  # the others' rows are planned again
+            words = f"this engine had no memory for {outcome.too_large.count} tokens of the request in one step"
+            self._fail(self._jobs[outcome.too_large.sequence], Overloaded(words, retry_after_s=1.0))
         for rows in outcome.lost:
             self._lost(self._jobs[rows.sequence])
         for rows in outcome.done:

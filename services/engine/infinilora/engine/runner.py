@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from infinilora.engine.sampler import Sampled, TokenScore, sample, score
 from infinilora.engine.sched.pingpong import PingPong
 from infinilora.engine.sched.scheduler import Rows
 from infinilora.engine.sequence import Sequence
+from infinilora.kernels.allocation import is_out_of_memory
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.ids import Digest
 
@@ -54,6 +55,8 @@ class Outcome:
     prompt_scores: dict[Sequence, dict[int, TokenScore]] = field(default_factory=dict)
     """Scores of prompt tokens by position; position 0 has none."""
     lost: list[Rows] = field(default_factory=list)
+    too_large: Rows | None = None
+    """There was no memory, and nothing was computed: the rows that asked for the most of it."""
     waits: dict[Site, float] = field(default_factory=dict)
     """Exposed wait by site: seconds in which the step had to wait for a delta."""
     trace: bytes = b""
@@ -89,6 +92,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, rows: Many[Rows]) -> Outcome:
+        try:
+            return self._run(rows)
+        except (MemoryError, RuntimeError) as error:
+            return _without_memory(rows, error)
+
+    def _run(self, rows: Many[Rows]) -> Outcome:
         outcome = Outcome()
         placed = self._place(rows, outcome)
         while placed:
@@ -115,6 +124,12 @@ class Runner:
     @torch.inference_mode()
     def advance(self, part: Pass) -> Outcome | None:
         """Run the layers that its adapter has by now; None: parked again. A tenancy that is over loses all rows."""
+        try:
+            return self._advance(part)
+        except (MemoryError, RuntimeError) as error:
+            return _without_memory(part.rows, error)
+
+    def _advance(self, part: Pass) -> Outcome | None:
         outcome, view, lease = Outcome(), self._view(part), part.lease
         if view is None or lease is None:
             outcome.lost += part.rows
@@ -272,6 +287,15 @@ def _lose(loss: StepLost, placed: list[Placed], outcome: Outcome) -> None:
     lost = lost or [p.rows for p in placed if p.lease]
     logger.warning("rows lost their adapter in a step", extra={"rows": len(lost), "reason": loss.reason})
     outcome.lost += lost
+
+
+def _without_memory(rows: Many[Rows], error: BaseException) -> Outcome:
+    """What comes of a step that found no memory; any other error goes on."""
+    if not is_out_of_memory(error):
+        raise error
+    total = sum(each.count for each in rows)
+    logger.warning("no memory for a step", extra={"rows": total, "sequences": len(rows), "reason": str(error)})
+    return Outcome(too_large=max(rows, key=attrgetter("count")))
 
 
 def _by_slot(placed: Placed) -> tuple[bool, str, int, int]:

@@ -16,6 +16,7 @@ from infinilora.engine.events import Hooks, StepReport
 from infinilora.engine.facts import Facts
 from infinilora.engine.factsdesk import SERVICE as FACTS_SERVICE
 from infinilora.engine.factsdesk import FactsDesk
+from infinilora.engine.fit import fitted
 from infinilora.engine.job import Patience
 from infinilora.engine.loop import EngineLoop
 from infinilora.engine.mailboxes import Mailboxes
@@ -33,6 +34,7 @@ from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command, EngineLoad
 from infinilora.protocol.ids import Digest
 from infinilora.runtime import metrics, rpc, telemetry
+from infinilora.runtime.capacity import limits_now, tightest
 from infinilora.runtime.fence import Fence
 from infinilora.runtime.members import Heart
 from infinilora.runtime.service import Service
@@ -53,7 +55,10 @@ async def serve(settings: Settings, service: Service) -> None:
         num_shards = await asyncio.to_thread(number_of_shards, settings)
         head = stack.enter_context(head_of(settings, num_shards)) if num_shards > 1 else None
         load = load_model if head is None else head.load
-        model = await asyncio.to_thread(load, replace(model_options(settings, num_shards), timeline=timeline))
+        options = replace(model_options(settings, num_shards), timeline=timeline)
+        host = tightest(limits_now(settings.memory_bytes))
+        options = await asyncio.to_thread(fitted, settings, options, num_shards, host)
+        model = await asyncio.to_thread(load, options)
         around = await reach_out(settings, stack)
         if settings.timeline and timeline:
             stack.callback(timeline.write, settings.timeline)

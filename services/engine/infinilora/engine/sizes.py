@@ -26,8 +26,11 @@ def derive_sizes(
     block_size: int,
     wanted_kv_bytes: int,
     max_running: int,
+    most_kv_bytes: int | None = None,
 ) -> Sizes:
-    """Blocks for `wanted_kv_bytes`, or (0) for `max_running` sequences of a quarter of the longest, at most 2 GiB.
+    """Blocks for `wanted_kv_bytes`, or (0) for `max_running` sequences of a quarter of the longest.
+
+    What is derived is at most 2 GiB, and `most_kv_bytes`.
 
     At least one sequence of the longest length must fit: a longest length that was not asked for gives way.
     """
@@ -37,13 +40,15 @@ def derive_sizes(
     one = -(-longest // block_size)
     if wanted_kv_bytes == 0:
         num_blocks = max(one, min(DEFAULT_KV_BYTES // bytes_per_block, max_running * one // 4))
+        if most_kv_bytes is not None:
+            num_blocks = min(num_blocks, most_kv_bytes // bytes_per_block)
     else:
         num_blocks = wanted_kv_bytes // bytes_per_block
     if num_blocks < one:
         if wanted_len or num_blocks == 0:
             raise InvalidRequest(
-                f"kv_bytes of {wanted_kv_bytes} holds {num_blocks} blocks of {block_size} tokens; one sequence of "
-                f"{longest} tokens needs {one} blocks, {one * bytes_per_block} bytes"
+                f"kv_bytes of {wanted_kv_bytes or most_kv_bytes} holds {num_blocks} blocks of {block_size} tokens; "
+                f"one sequence of {longest} tokens needs {one} blocks, {one * bytes_per_block} bytes"
             )
         longest = num_blocks * block_size
     return Sizes(longest, num_blocks, block_size, num_blocks * bytes_per_block)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infinilora.kernels.allocation import is_out_of_memory
 from infinilora.kernels.step import NativeStep
 from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
@@ -22,7 +23,7 @@ from infinilora.link.frame import Flag, Header, Kind, Run
 from infinilora.link.times import SiteTimes
 from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
 from infinilora.protocol.adapter import MOE_SITES, Site
-from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, InvalidRequest
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, InvalidRequest, Overloaded
 from infinilora.runtime import telemetry
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.telemetry import Telemetry
@@ -160,6 +161,11 @@ class LinkThread:
             execute(self._kernels, self._grants, self._work_of(call.header), self._site_call(call))
         except InfiniLoraError as error:
             self._refuse(call, error)
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refuse(call, Overloaded(f"no memory for a site call: {error}", retry_after_s=1.0))
             return
         except ValueError as error:
             self._refuse(call, InvalidRequest(f"site call does not fit the adapter: {error}"))

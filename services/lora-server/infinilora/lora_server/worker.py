@@ -18,6 +18,7 @@ from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.follower import Following, ToHead
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
+from infinilora.lora_server.needs import check_memory
 from infinilora.lora_server.report import PoolCounts, beat, keep_residency, show_pool
 from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shard import Shard
@@ -62,6 +63,7 @@ async def serve(settings: Settings, service: Service) -> None:
         card = await find_card(settings.base, around.blobs, around.members)
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
+        check_memory(settings)
         shard = Shard(settings, card)
         if settings.shard == HEAD:
             await _lead(shard, around, service, measured, stack)
