@@ -69,6 +69,15 @@ end
 return string.format('%.17g', came_at)
 """
 
+# KEYS: the sorted set. ARGV: the landmark, how many. Returns the server's time, and the highest members with their
+# scores in one text: to parse thousands of short replies takes a client ten times as long.
+READ_HEAT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) - tonumber(ARGV[1]) + tonumber(time[2]) / 1e6
+local ranked = redis.call('ZREVRANGE', KEYS[1], 0, ARGV[2] - 1, 'WITHSCORES')
+return {string.format('%.17g', now), table.concat(ranked, ' ')}
+"""
+
 ACQUIRE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return false end
 local epoch = redis.call('INCR', KEYS[2])

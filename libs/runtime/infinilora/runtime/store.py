@@ -178,6 +178,7 @@ class RedisStore:
         self._swap = self._redis.register_script(scripts.SWAP)
         self._trim = self._redis.register_script(scripts.TRIM)
         self._add_heat = self._redis.register_script(scripts.ADD_HEAT)
+        self._read_heat = self._redis.register_script(scripts.READ_HEAT)
         self._acquire = self._redis.register_script(scripts.ACQUIRE)
         self._renew = self._redis.register_script(scripts.RENEW)
 
@@ -273,12 +274,11 @@ class RedisStore:
     async def heat(self, half_lives: Mapping[str, float], top: int) -> list[dict[Digest, float]]:
         found = []
         for key, half_life_s in half_lives.items():
-            async with self._deadline(), self._redis.pipeline() as together:
-                together.time()
-                together.zrevrange(key, 0, top - 1, withscores=True)
-                (seconds, micros), ranked = await together.execute()
-            now = seconds - heat.LANDMARK_S + micros / 1e6
-            found.append(heat.rates(((Digest(d.decode()), score) for d, score in ranked), now, half_life_s))
+            async with self._deadline():
+                now, text = await self._read_heat(keys=[key], args=[heat.LANDMARK_S, top])
+            words = text.decode().split()
+            ranked = zip(map(Digest, words[::2]), map(float, words[1::2]), strict=True)
+            found.append(heat.rates(ranked, float(now), half_life_s))
         return found
 
     async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
