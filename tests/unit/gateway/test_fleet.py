@@ -115,3 +115,24 @@ async def test_whoever_waits_for_a_change_hears_that_an_engine_answers_again() -
             fleet.note_failure(engine, Unreachable("reset"))
             assert await fleet.changed(10.0)
             assert fleet.pick(BASE, None) == engine
+
+
+async def test_the_breaker_of_each_engine_is_told_and_how_often_it_has_opened() -> None:
+    other = Engine("o/1", "o", "127.0.0.1:1")
+    members = [member(NOBODY), member(other)]
+    async with Channels() as channels:
+        fleet = Fleet(lambda: members, channels)
+        for _ in range(3):  # calls that end at once are one silence
+            fleet.note_failure(NOBODY, Unreachable("reset"))
+        fleet.note_failure(other, Unavailable("draining"))
+        assert fleet.breakers() == [("e", True, 1), ("o", False, 0)]
+        reborn = replace(members[0], beat=structs.replace(members[0].beat, incarnation="2"))
+        members[0] = reborn
+        await fleet.forget_gone()
+        assert fleet.breakers() == [("e", False, 1), ("o", False, 0)]
+        fleet.note_failure(NOBODY._replace(key="e/2"), Unreachable("reset"))
+        assert fleet.breakers() == [("e", True, 2), ("o", False, 0)]
+        members.clear()
+        await fleet.forget_gone()
+        members.append(reborn)
+        assert fleet.breakers() == [("e", False, 0)]

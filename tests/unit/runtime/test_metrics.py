@@ -79,3 +79,15 @@ def test_a_service_without_http_is_scraped_from_a_thread() -> None:
             assert b"infinilora_engine_running 4.0" in answer.read()
     with metrics.scraped("") as nothing:
         assert nothing is None
+
+
+def test_a_breaker_is_on_the_page_for_as_long_as_its_engine_is_known() -> None:
+    registry = metrics.new_registry()
+    known = [("e-0", True, 3), ("e-1", False, 0)]
+    metrics.GatewayMetrics(registry).breakers.watch(lambda: known)
+    page = metrics.render(registry).decode()
+    assert 'infinilora_engine_breaker_open{engine="e-0"} 1.0' in page
+    assert 'infinilora_engine_breaker_open{engine="e-1"} 0.0' in page
+    assert 'infinilora_engine_breaker_openings_total{engine="e-0"} 3.0' in page
+    known.pop(0)
+    assert "e-0" not in metrics.render(registry).decode()

@@ -19,7 +19,7 @@ from typing import Protocol
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
@@ -109,6 +109,33 @@ class ProcessMetrics:
             self.store_connected.set_function(lambda: float(store_connected()))
 
 
+class BreakerStates(Collector):
+    """The breaker of each engine as it is when somebody reads: an engine that has left leaves the page too."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._read: Callable[[], Iterable[tuple[str, bool, int]]] = tuple
+        registry.register(self)
+
+    def watch(self, read: Callable[[], Iterable[tuple[str, bool, int]]]) -> None:
+        """`read` gives for each engine its id, whether its breaker is open, and how often it has opened."""
+        self._read = read
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        is_open = GaugeMetricFamily(
+            "infinilora_engine_breaker_open",
+            "1 while nobody is sent to this engine: it does not answer.",
+            labels=["engine"],
+        )
+        openings = CounterMetricFamily(
+            "infinilora_engine_breaker_openings", "Times that this engine stopped answering.", labels=["engine"]
+        )
+        for engine_id, opened, times in self._read():
+            is_open.add_metric([engine_id], float(opened))
+            openings.add_metric([engine_id], times)
+        yield from (is_open, openings)
+
+
 class GatewayMetrics:
     """Requests as clients see them."""
 
@@ -144,6 +171,7 @@ class GatewayMetrics:
             "infinilora_tokens", "Tokens of ended requests.", ("direction", "adapter"), registry=registry
         )
         self.retries = Counter("infinilora_engine_retries", "Calls moved to another engine.", registry=registry)
+        self.breakers = BreakerStates(registry)
         self.registry_age_s = Gauge(
             "infinilora_registry_age_seconds", "Since the mirror last agreed with the store.", registry=registry
         )

@@ -7,6 +7,7 @@ The view is made of heartbeats, of what the gateway itself has in flight, and of
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import NamedTuple
@@ -48,6 +49,8 @@ class Fleet:
         self._channels = channels
         self._in_flight: dict[str, int] = {}
         self._breakers = Breakers()
+        self._openings: Counter[str] = Counter()
+        """Of breakers, by engine id: a new life of an engine counts on."""
         self._prefixes = PrefixMemory()
         self._calls: dict[str, int] = {}  # open ones, for each address that a channel was opened to
         self._known: dict[str, Fingerprint] = {}
@@ -103,6 +106,7 @@ class Fleet:
         """An engine that says why it does not is there; one that says nothing is left alone until it answers."""
         if isinstance(error, Unreachable) and not self._breakers.is_open(engine.key):
             self._breakers.note_silence(engine.key, time.monotonic())
+            self._openings[engine.id] += 1
             logger.warning("engine does not answer", extra={"engine_id": engine.id, "reason": error.message})
 
     async def watch_health(self) -> None:
@@ -131,10 +135,17 @@ class Fleet:
     async def forget_gone(self) -> None:
         """Close the channels to addresses at which nobody is known any more: engines come and go for ever."""
         self._breakers.keep({_key(member) for member in self._members()})
+        ids = {member.beat.id for member in self._members()}
+        self._openings = Counter({engine_id: times for engine_id, times in self._openings.items() if engine_id in ids})
         there = {member.beat.address for member in self._members()}
         for address in [a for a, calls in self._calls.items() if not calls and a not in there]:
             del self._calls[address]
             await self._channels.forget(address)
+
+    def breakers(self) -> list[tuple[str, bool, int]]:
+        """Of each engine that is known: its id, whether its breaker is open, how often it has opened."""
+        engines = [member for member in self._members() if member.beat.kind == "engine"]
+        return [(m.beat.id, self._breakers.is_open(_key(m)), self._openings[m.beat.id]) for m in engines]
 
     def in_flight(self) -> int:
         return sum(self._in_flight.values())

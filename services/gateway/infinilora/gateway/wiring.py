@@ -104,6 +104,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         events_dropped=lambda: ties.bus.dropped_events,
     )
     metrics.registry_age_s.set_function(lambda: registry.age_s)
+    metrics.breakers.watch(fleet.breakers)
     deps = Deps(
         door=Door(tenants, metrics),
         desk=desk,

@@ -14,6 +14,7 @@ from infinilora.cli import check as checks
 from infinilora.cli import demo
 from infinilora.cli.api import Api, Json, Wish, adapter_files
 from infinilora.cli.find import gateway
+from infinilora.cli.fleet_tables import UNKNOWN
 from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Tenant, Url, VarDir
 from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
@@ -248,18 +249,12 @@ def show_adapters(records: list[Json]) -> None:
 
 
 def table_of(records: list[Json]) -> Table:
-    """Adapters as a table; digests are cut where they still tell them apart."""
+    """Adapters as a table; digests are cut where they still tell them apart. What is not said is shown as unknown."""
     table = Table("name", "version", "digest", "base", "state", "rank", "size", box=None, pad_edge=False)
     for record in records:
-        table.add_row(
-            record["name"],
-            str(record["version"]),
-            _cut_digest(record["digest"]),
-            _cut_digest(str(record["base"])),
-            str(record["state"]),
-            str(record["max_rank"]),
-            in_bytes(record["bytes"]),
-        )
+        told = [str(record.get(field, UNKNOWN)) for field in ("name", "version", "digest", "base", "state", "max_rank")]
+        size = in_bytes(record["bytes"]) if "bytes" in record else UNKNOWN
+        table.add_row(*(escape(_cut_digest(cell)) for cell in told), size)
     return table
 
 
