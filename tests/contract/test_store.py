@@ -281,14 +281,14 @@ async def test_heat_of_many_writers_is_the_sum_over_all_they_counted(store: Stor
     events: dict[Digest, list[tuple[float, float]]] = {digest: [] for digest in (A, B, C)}
 
     async def write() -> None:
-        for _ in range(30):
+        for _ in range(10):
             counts = {digest: float(random.randint(1, 9)) for digest in random.sample((A, B, C), 2)}
             came_at = await store.add_heat(half_lives, counts, age_s=random.choice((0.0, 5.0, 40.0, 300.0)))
             for digest, count in counts.items():
                 events[digest].append((count, came_at))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(20):
+        for _ in range(12):
             group.create_task(write())
     latest = max(came_at for listed in events.values() for _, came_at in listed)
     for found, half_life_s in zip(await store.heat(half_lives, 10), half_lives.values(), strict=True):

@@ -52,6 +52,15 @@ SCALE = "infinilora:scale"
 """JSON object: an operator's own counts, `engines:MODEL` and `groups:MODEL`. Writer: the leading coordinator."""
 
 
+CALENDAR = "infinilora:calendar"
+"""Hash place in the season -> JSON `CalendarSpan`. Writer: the leading coordinator."""
+
+
+def demand(base: Fingerprint) -> str:
+    """JSON `DemandHistory`: what a new leader forecasts from. Writer: the leading coordinator."""
+    return f"infinilora:demand:{base}"
+
+
 def desired(base: Fingerprint) -> str:
     """JSON `Desired`: how many engines and groups there should be. Writer: the leading coordinator."""
     return f"infinilora:desired:{base}"

@@ -73,6 +73,24 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Of what ended since the report before."""
 
 
+class DemandHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """What is forecast from, of one base: requests by bucket of time, the oldest first. Kept for the next leader."""
+
+    bucket_s: float
+    ended_at: float
+    """When the last bucket was over, in seconds since 1970."""
+    counts: tuple[int, ...] = ()
+    in_flight: tuple[float, ...] = ()
+    """Sequences at once, of the latest buckets only."""
+
+
+class CalendarSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Who came in one span of a season. `number` counts spans since 1970."""
+
+    number: int
+    counts: dict[Digest, int] = {}
+
+
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What the leader asks of gateways. Each is good for ADVICE_S: one that is not renewed ends."""
 

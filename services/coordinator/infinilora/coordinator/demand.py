@@ -3,7 +3,11 @@
 Counts are those since a gateway's start, so each life of a gateway is a meter that is read from time to time.
 """
 
+from collections import deque
+from collections.abc import Sequence
+
 from infinilora.coordinator.forecast import Forecast, Forecaster
+from infinilora.coordinator.history import AVERAGED, kept
 from infinilora.protocol.ids import Fingerprint
 from infinilora.protocol.traffic import Traffic
 
@@ -41,20 +45,41 @@ class Demand:
 
     def __init__(self, *, bucket_s: float, horizon: int, season: int) -> None:
         self.bucket_s = bucket_s
-        self._forecaster = Forecaster(horizon=horizon, season=season)
+        self.season = season
+        self._horizon = horizon
         self._count = 0
-        self._samples: list[int] = []
+        self._samples: list[float] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._forecaster = Forecaster(horizon=self._horizon, season=self.season)
         self._rate = 0.0
         self._in_flight = 0.0
         self._weight = 0.0
+        self.counts: deque[int] = deque(maxlen=kept(self.season))
+        """Of the buckets that are over; `in_flight` of the latest of them."""
+        self.in_flight: deque[float] = deque(maxlen=AVERAGED)
         self.idle_s = 0.0
         """For how long nobody has come and nothing has run; 0 in the bucket in which somebody comes."""
+
+    def remember(self, counts: Sequence[int], in_flight: Sequence[float]) -> None:
+        """As if these buckets had been all so far (`in_flight` of the latest); the present one goes on."""
+        present, self._samples = (self._count, self._samples), []
+        self._begin()
+        unknown = [0.0] * (len(counts) - len(in_flight))
+        for count, sequences in zip(counts, [*unknown, *in_flight], strict=True):
+            self._count = count
+            self.sample(sequences)
+            self.step()
+        self._count, self._samples = present
+        if self._count:
+            self.idle_s = 0.0
 
     def arrived(self, count: int) -> None:
         self._count += count
         self.idle_s = 0.0
 
-    def sample(self, in_flight: int) -> None:
+    def sample(self, in_flight: float) -> None:
         """So many sequences are with the engines now, running and waiting."""
         self._samples.append(in_flight)
 
@@ -65,6 +90,8 @@ class Demand:
         is_idle = not count and not any(self._samples)
         self.idle_s = self.idle_s + self.bucket_s if is_idle else 0.0
         self._samples.clear()
+        self.counts.append(count)
+        self.in_flight.append(round(in_flight, 2))
         # Means of what has been seen, not of what was before the first: early ones weigh what they should.
         self._weight = self._weight * (1 - WEIGHT) + WEIGHT
         self._rate += (count / self.bucket_s - self._rate) * WEIGHT / self._weight

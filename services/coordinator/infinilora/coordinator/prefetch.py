@@ -11,6 +11,7 @@ from typing import NamedTuple
 from infinilora.coordinator.hints import Hint, Pair
 from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest
+from infinilora.protocol.traffic import CalendarSpan
 
 WITHIN_S = 2.0
 SPARE = 0.1
@@ -26,13 +27,14 @@ class Calendar:
 
     def __init__(self, season_s: float) -> None:
         self._slot_s = season_s / SLOTS
-        self._slots: list[dict[Digest, int]] = [{} for _ in range(SLOTS)]
+        self._spans: dict[int, CalendarSpan] = {}
+        """By their place in the season, those that are over."""
         self._present: dict[Digest, int] = {}
         self._number: int | None = None
 
     def note(self, counts: Mapping[Digest, int], now: float) -> None:
         """So many requests have come for these, at `now` on a clock that goes on over seasons."""
-        number = int(now / self._slot_s)
+        number = self._number_at(now)
         if self._number is not None and number != self._number:
             self._close(number)
         self._number = number
@@ -41,16 +43,34 @@ class Calendar:
 
     def expected(self, now: float, ahead_s: float) -> dict[Digest, float]:
         """Requests a second of what came one season before, in the span of `ahead_s` from now."""
-        slot = self._slots[int((now + ahead_s) / self._slot_s) % SLOTS]
-        return {digest: count / self._slot_s for digest, count in slot.items()}
+        span = self._spans.get(self._number_at(now + ahead_s) % SLOTS)
+        return {digest: count / self._slot_s for digest, count in span.counts.items()} if span else {}
+
+    def remember(self, spans: Iterable[CalendarSpan], now: float) -> None:
+        """Take in what somebody else has noted: of the latest season, where nothing newer is known here."""
+        latest = self._number_at(now)
+        for span in spans:
+            known = self._spans.get(span.number % SLOTS)
+            if latest - SLOTS <= span.number < latest and (known is None or known.number < span.number):
+                self._spans[span.number % SLOTS] = span
+
+    def since(self, number: int) -> list[tuple[int, CalendarSpan]]:
+        """The spans after this one that are over, in their order, each with its place."""
+        return sorted(
+            ((place, span) for place, span in self._spans.items() if span.number > number),
+            key=lambda pair: pair[1].number,
+        )
+
+    def _number_at(self, now: float) -> int:
+        return int(now / self._slot_s)
 
     def _close(self, number: int) -> None:
         """The span is over; in those that were passed over meanwhile, nothing came."""
         assert self._number is not None  # noqa: S101 - there was one to close
         busiest = sorted(self._present.items(), key=lambda pair: (-pair[1], pair[0]))[:NOTED]
-        self._slots[self._number % SLOTS] = dict(busiest)
+        self._spans[self._number % SLOTS] = CalendarSpan(number=self._number, counts=dict(busiest))
         for passed in range(self._number + 1, min(number, self._number + SLOTS)):
-            self._slots[passed % SLOTS] = {}
+            self._spans[passed % SLOTS] = CalendarSpan(number=passed)
         self._present = {}
 
 

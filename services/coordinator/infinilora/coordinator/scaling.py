@@ -18,6 +18,7 @@ from infinilora.coordinator.drains import is_drained
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.provision.pools import Demand as Asked
 from infinilora.coordinator.reconcile import Reconciler
+from infinilora.coordinator.remember import Remembrance
 from infinilora.coordinator.scale import Bounds, Decision, Tier, Wanted, for_bytes, for_load, most_of
 from infinilora.coordinator.slo import Alarms
 from infinilora.coordinator.traffic import Watched
@@ -96,6 +97,7 @@ class Autoscaler:
         self._leadership = leadership
         self._reconciler = reconciler
         self._watched = watched
+        self._remembrance = Remembrance(store, watched)
         self._sizing = sizing
         self._backend = backend
         self._alarms = alarms
@@ -114,7 +116,8 @@ class Autoscaler:
 
     async def round(self) -> None:
         """Once through. While the store is away, or decisions are frozen, nothing is decided."""
-        if self._watched.tick():
+        is_over = self._watched.tick()
+        if is_over:
             await self._count_groups()
         try:
             read = await self._look()
@@ -122,6 +125,9 @@ class Autoscaler:
             if epoch is None:
                 self._tiers.clear()
                 return
+            await self._remembrance.take_up(self._known(), epoch)
+            if is_over:
+                await self._remembrance.leave(epoch)
             is_frozen = self._members.is_frozen or self._reconciler.frozen is not None
             if is_frozen or not self._reconciler.looked.is_set():
                 return
@@ -141,10 +147,14 @@ class Autoscaler:
         served = {m.beat.base for m in self._members.all() if m.beat.kind == "engine" and m.health != "dead"}
         return {base for base in served if base} | set(self.desired)
 
+    def _known(self) -> set[Fingerprint]:
+        """Also those that requests come for and nobody serves."""
+        return self._bases() | set(self._watched.demands)
+
     async def _look(self) -> dict[Fingerprint, Value[Desired]]:
         orders = await self._store.get(keys.SCALE, dict[str, int])
         self._by_hand = orders.value if orders else {}
-        wanted = sorted(self._bases() | set(self._watched.demands))
+        wanted = sorted(self._known())
         found = await self._store.get_many([keys.desired(base) for base in wanted], Desired)
         read = {base: value for base, value in zip(wanted, found, strict=True) if value}
         self.desired = {base: value.value for base, value in read.items()}

@@ -14,7 +14,7 @@ from infinilora.coordinator.slo import Window
 from infinilora.protocol import subjects
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.ids import Digest, Fingerprint
-from infinilora.protocol.traffic import Traffic
+from infinilora.protocol.traffic import DemandHistory, Traffic
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
 
@@ -44,7 +44,7 @@ class Watched:
         self._lead_s = lead_s
         self._season_s = season_s
         self.clock = clock
-        self._wall = wall
+        self.wall = wall
         self._meters = Meters()
         self._bucket_ends = clock() + self.bucket_s
         self._part_ends = clock() + PART_S
@@ -67,13 +67,24 @@ class Watched:
         for base in report.arrivals:
             self.demand(base)
         self.window.add(report.tallies)
-        self.calendar.note(report.by_adapter, self._wall())
+        self.calendar.note(report.by_adapter, self.wall())
 
     def demand(self, base: Fingerprint) -> Demand:
         if base not in self.demands:
             season = max(2, round(self._season_s / self.bucket_s))
             self.demands[base] = Demand(bucket_s=self.bucket_s, horizon=HORIZON, season=season)
         return self.demands[base]
+
+    def history(self, base: Fingerprint) -> DemandHistory:
+        """What is known here of a base, up to the last bucket that is over."""
+        demand = self.demand(base)
+        since_s = self.clock() - (self._bucket_ends - self.bucket_s)
+        return DemandHistory(
+            bucket_s=self.bucket_s,
+            ended_at=self.wall() - since_s,
+            counts=tuple(demand.counts),
+            in_flight=tuple(demand.in_flight),
+        )
 
     def tick(self) -> bool:
         """Once a second: look at the engines, close what is over. Whether a bucket was closed."""
@@ -93,7 +104,7 @@ class Watched:
 
     def expected(self) -> dict[Digest, float]:
         """The adapters that came one season before at the end of a lead time from now, and their rate then."""
-        return self.calendar.expected(self._wall(), self._lead_s)
+        return self.calendar.expected(self.wall(), self._lead_s)
 
     def _in_flight(self) -> dict[Fingerprint, int]:
         found: dict[Fingerprint, int] = {}
