@@ -63,14 +63,13 @@ def down(
     return found.cpu()
 
 
-@pytest.mark.parametrize("per_sm", [0, 1])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_down_equals_the_maths_and_the_reference(device: str, dtype: torch.dtype, per_sm: int) -> None:
+def test_down_equals_the_maths_and_the_reference(device: str, dtype: torch.dtype) -> None:
     bound, act, (ids, weights) = down_bound(dtype), normal(NUM_ROWS, TOP_K, FF, dtype=dtype), routing()
     plain = torch.empty(NUM_ROWS, HIDDEN)
     reference.moe_down(bound, segment_table(SEGMENTS), act, ids, weights, plain, accumulate=False)
     with poisoned_scratch():
-        found = down(bound, act, device, "inside", per_sm=per_sm)
+        found = down(bound, act, device, "inside", per_sm=1)
     assert largest_error(found, plain) < TOLERANCE[dtype]
     assert largest_error(found, lora_maths.moe_down(bound, SEGMENTS, act, ids, weights, HIDDEN)) < TOLERANCE[dtype]
 

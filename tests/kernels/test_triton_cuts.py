@@ -115,6 +115,7 @@ def test_dense_equals_the_maths_and_the_reference(device: str, cuts: EveryLaunch
     assert largest_error(found, plain) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("cuts", ["both", "specialized"], indirect=True)
 @pytest.mark.parametrize("half", ["a", "bt"])
 def test_another_adapters_factor_does_not_pass(device: str, cuts: EveryLaunch, half: str) -> None:
     bound, x = dense_bound(BF16), normal(NUM_ROWS, IN_DIM, dtype=BF16)
