@@ -78,7 +78,7 @@ async def test_d24_a_rolling_restart_cuts_no_stream(running: World) -> None:
     stack = running.factory.stack
     for name in ("engine", "engine.1"):
         before = stack.pid(name)
-        streams = [asyncio.create_task(running.serves("d24", changes)) for _ in range(10)]
+        streams = [asyncio.create_task(running.serves("d24", changes)) for _ in range(20)]
         await asyncio.sleep(0)
         assert before is not None
         os.kill(before, signal.SIGTERM)
@@ -127,7 +127,7 @@ async def test_d23_healthy_but_dead(running: World) -> None:
 
 @on("L/engines")
 async def test_d19_created_deleted_and_created_again_and_many_at_once(running: World) -> None:
-    for number in range(6):
+    for number in range(20):
         changes = await made(running, "d19", 190 + number % 2)
         await running.serves("d19", changes)
         assert (await running.api.http.delete("/v1/adapters/d19")).status_code == 200

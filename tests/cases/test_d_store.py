@@ -322,6 +322,29 @@ async def test_d06_the_first_client_that_leaves_takes_nobody_along(world: World)
 
 
 @on("L/proxy")
+async def test_d23_what_is_resident_outlives_the_store(world: World) -> None:
+    assert world.proxy is not None
+    made = {name: numbered(world, seed) for seed, name in enumerate(("d23-warm", "d23-cold"), 230)}
+    for name, (files, _) in made.items():
+        await world.register(files, name=name)
+    await world.serves("d23-warm", made["d23-warm"][1])
+    for method in ("GET", "HEAD", "PUT"):
+        world.proxy.fault(Fault(method=method, status=503), times=100_000)
+    cold = asyncio.create_task(world.api.http.post("/v1/completions", json={"model": "d23-cold", "prompt": PROMPT}))
+    while not cold.done():
+        await world.serves("d23-warm", made["d23-warm"][1])
+        assert (await world.api.http.get("/readyz")).status_code == 200
+    assert error_of(cold.result(), [503])["code"] == "unavailable"
+    world.proxy._faults.clear()
+    async with asyncio.timeout(30):
+        while not (
+            await world.api.http.post("/v1/completions", json={"model": "d23-cold", "prompt": PROMPT})
+        ).is_success:
+            await asyncio.sleep(0.1)
+    await world.serves("d23-cold", made["d23-cold"][1])
+
+
+@on("L/proxy")
 async def test_d15_what_a_store_says_is_told_in_our_words(world: World) -> None:
     assert world.proxy is not None
     files, changes = numbered(world, 15)
