@@ -51,6 +51,17 @@ def test_a_machine_without_limits_is_its_memory(machine: Machine) -> None:
     assert found.left_bytes == (8 << 30) - (1536 << 10) - RESERVE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("status", "used"), [("VmRSS:\t 3072 kB\n", 3 * MIB), ("Name:\tx\n", 0)], ids=["no kinds of pages", "nothing"]
+)
+def test_a_kernel_that_tells_less_is_taken_as_it_is(machine: Machine, status: str, used: int) -> None:
+    machine.write("proc/self/status", status)
+    (machine.proc / "meminfo").unlink()
+    (found,) = machine.limits().values()
+    assert found.used_bytes == used
+    check_fits([Term("weights", 1 << 50)], found)
+
+
 def test_a_setting_is_a_limit_too(machine: Machine) -> None:
     limits = machine.limits(512 * MIB)
     assert tightest(list(limits.values())) == Limit("INFINILORA_MEMORY_BYTES", 512 * MIB, 1536 << 10)

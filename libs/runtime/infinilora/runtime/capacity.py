@@ -7,7 +7,7 @@ terms; the sum is logged, and a sum that does not fit ends the start, term by te
 
 import logging
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def limits_now(
 ) -> list[Limit]:
     """Those of this process; `setting_bytes`: what an operator allows it, 0 for no more than the others do."""
     status = _numbers(proc / "self/status")
-    resident = status["RssAnon"] + status["RssShmem"]
+    resident = _resident(status)
     found = [Limit("INFINILORA_MEMORY_BYTES", setting_bytes, resident)] if setting_bytes else []
     found += [Limit(f"memory of control group {name}", most, resident) for name, most in _group_limits(proc, groups)]
     for name, number, taken in (
@@ -59,8 +59,9 @@ def limits_now(
     ):
         most = resource.getrlimit(number)[0]
         if most != resource.RLIM_INFINITY:
-            found.append(Limit(f"the process's limit of {name}", most, status[taken], counts_addresses=True))
-    return [*found, Limit("this machine's memory", _numbers(proc / "meminfo")["MemTotal"], resident)]
+            limit = Limit(f"the process's limit of {name}", most, status.get(taken, 0), counts_addresses=True)
+            found.append(limit)
+    return [*found, Limit("this machine's memory", _numbers(proc / "meminfo").get("MemTotal", _NO_LIMIT), resident)]
 
 
 def tightest(limits: Sequence[Limit]) -> Limit:
@@ -90,6 +91,13 @@ def tell(terms: Sequence[Term], limit: Limit) -> None:
     counted = {term.name: term.num_bytes for term in terms}
     extra = {"limit": limit.name, "limit_bytes": limit.num_bytes, "left_bytes": limit.left_bytes - total(terms)}
     logger.info("memory counted", extra={"terms_bytes": counted, **extra})
+
+
+def _resident(status: Mapping[str, int]) -> int:
+    """Memory of this process's own. Not every kernel tells it from pages of files, and some sandboxes tell nothing."""
+    if "RssAnon" in status:
+        return status["RssAnon"] + status.get("RssShmem", 0)
+    return status.get("VmRSS", 0)
 
 
 def _group_limits(proc: Path, groups: Path) -> list[tuple[str, int]]:
