@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infinilora.kernels import abi
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
+from infinilora.pool.memory import adapter_memory
 
 POOL_BYTES, RING_BYTES, MAX_COPIES = 192 << 20, 8 << 20, 4096
 EXPERTS, TOPK = 4, 2
@@ -64,16 +65,15 @@ class Point(NamedTuple):
 
 
 class Memory:
-    """One run of random numbers of each dtype that all weights are views of, as adapters lie in a pool's pages.
+    """One run of random numbers of each dtype that all weights are views of, in a pool's memory and as they lie in it.
 
     An adapter's layers lie one after the other, in each of them A and Bt of its parts.
     """
 
     def __init__(self) -> None:
-        self._flat = {
-            torch.float32: torch.randn(POOL_BYTES // 4),
-            torch.bfloat16: torch.randn(POOL_BYTES // 4).repeat(2).bfloat16(),
-        }
+        wide, narrow = (adapter_memory(POOL_BYTES).view(dtype) for dtype in (torch.float32, torch.bfloat16))
+        self._flat = {torch.float32: wide.normal_(), torch.bfloat16: narrow}
+        narrow.view(2, -1).copy_(wide[: len(narrow) // 2])
 
     def site(self, point: Point, copy: int, slot: int) -> SiteWeights:
         at, first, parts = (slot * point.copies + copy) * point.layer, 0, []

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from infinilora.pool.memory import adapter_memory
+
 PIECES_BYTES = (1 << 20, 4 << 20, 16 << 20)
 FAR_BYTES, NEAR_BYTES = 384 << 20, 16 << 20
 """More than the last cache holds; and as much as the buffers that lora_points takes in turn."""
@@ -50,7 +52,7 @@ def best_s(run: Callable[[int], object], copies: int, seconds: float) -> float:
 
 def measure_roof(library: ctypes.CDLL, seconds: float) -> Roof:
     """Bandwidths: pieces in turn of memory too big for the caches, or for those near a core. Peak: in registers."""
-    memory = torch.ones(FAR_BYTES // 4)
+    memory = adapter_memory(FAR_BYTES).view(torch.float32).fill_(1)
 
     def read_per_s(area: int) -> float:
         return max(_read_per_s(library, memory, area, piece, seconds / len(PIECES_BYTES)) for piece in PIECES_BYTES)

@@ -83,10 +83,14 @@ def test_dense_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: i
         assert largest_error(plain, wanted + ground) < 2e-5
 
 
-@pytest.mark.parametrize("segments", [((0, 1, 4),), ((0, 2, 4),), ((0, 7, 4),), ((0, 300, 4),)], ids=str)
-def test_one_big_adapter_is_cut_over_threads_and_stays_right(segments: lora_maths.Rows, level: int) -> None:
+@pytest.mark.parametrize("segments", [((0, 1, 4),), ((0, 2, 4),), ((0, 7, 4),), ((0, 64, 4),), ((0, 300, 4),)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_big_adapter_is_cut_over_threads_and_stays_right(
+    dtype: torch.dtype, segments: lora_maths.Rows, level: int
+) -> None:
+    """Of more columns than a panel of Bt has, and some that fill no tile."""
     rng = torch.Generator().manual_seed(3)
-    site = lora_maths.random_site(rng, (128,), (1000,), in_dim=900, dtype=torch.bfloat16)
+    site = lora_maths.random_site(rng, (128,), (1000,), in_dim=900, dtype=dtype)
     kernels = make_kernels({4: site}, Site.O, 900, 1000)
     x = torch.randn(segments[-1][1], 900)
     out = poisoned(len(x), 1000)

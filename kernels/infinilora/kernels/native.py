@@ -48,7 +48,7 @@ COMMON_FLAGS = (
     "-fno-stack-protector",
     "-Wall",
 )
-AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mprfchw")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 SOURCE_FOLDERS = ("kernels/cpu", "link/native")
 X86_64 = platform.machine() in ("x86_64", "AMD64")

@@ -29,8 +29,9 @@ struct Region {
   int32_t rows, row_bytes;
 };
 
-// Rows from which on expand reads Bt in panels of columns, which it asks for so many bytes ahead; fewer read it by rows.
-constexpr int kLeastTiled = 5, kAheadBytes = 512;  // of 5, 9, 17 and 256, 512 the best on a Zen 5 core, 2026-11-30
+// Rows from which on expand reads Bt in panels of columns, so many bytes of each of its rows; fewer read it by rows.
+// The next panel is asked for meanwhile.
+constexpr int kLeastTiled = 5, kPanelBytes = 512;  // of 5, 9, 17 and 256..2048, the best on a Zen 5 core, 2026-12-01
 
 // v[i, rank] = x[i] . a[rank], for rows [0, rows) and ranks [rank, rank + ranks).
 struct ShrinkChunk {

@@ -22,16 +22,15 @@ extern "C" void il_linear(const float* x, int64_t x_stride, const void* packed, 
   if (panels < threads * 4) row_blocks = at_least_one(rows / 12 < threads * 4 ? ceil_div(rows, 12) : row_blocks);
   int64_t bytes = static_cast<int64_t>(in) * out * (dtype == kF32 ? 4 : 2);
   int pieces = row_blocks * panels;
-  auto piece = [&](int index) {
+  auto piece = [&](int index, int) {
     int block = index / panels;
     int row = static_cast<int>(static_cast<int64_t>(rows) * block / row_blocks);
     int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / row_blocks);
     run({x, x_stride, packed, bias, y, y_stride, in, out, row, end - row, index % panels, 1});
   };
   if (threads == 1 || bytes * ceil_div(rows, 8) < kAloneBytes) {
-    for (int index = 0; index < pieces; ++index) piece(index);
+    for (int index = 0; index < pieces; ++index) piece(index, 0);
     return;
   }
-  Shares shares(pieces, threads);
-  parallel_chunks(pieces, [&](int, int thread) { piece(shares.take(thread)); });
+  parallel_shares(pieces, piece);
 }

@@ -85,13 +85,13 @@ struct Batch {
 
     size_t bytes() const {
       size_t padding = 64 * (bundles * 3 + groups + 4);
-      return groups * (sizeof(Group) + sizeof(int)) + rows * 20 + v * 4 + 64 + padding;
+      return groups * (sizeof(Group) + 2 * sizeof(int)) + rows * 20 + v * 4 + 64 + padding;
     }
   };
 
   explicit Batch(const Size& size, size_t extra = 0) : arena(size.bytes() + extra) {
     list = arena.take<Group>(size.groups);
-    first = arena.take<int>(size.groups + 1);
+    first = arena.take<int>(2 * (size.groups + 1));
   }
 
   Bundle bundle(int rows, bool weighted) {

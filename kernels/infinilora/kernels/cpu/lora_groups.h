@@ -61,7 +61,7 @@ Region rows_of_a(const Group& g, int rank) {
 Region start_of_bt(const Group& g, int column, int rows) {
   const int size = width(g.dtype);
   const char* at = static_cast<const char*>(g.bt) + static_cast<int64_t>(column) * size;
-  if (rows >= kLeastTiled) return {at, g.bt_stride * size, g.rank, min(kAheadBytes, (g.columns - column) * size)};
+  if (rows >= kLeastTiled) return {at, g.bt_stride * size, g.rank, min(kPanelBytes, (g.columns - column) * size)};
   return {at, g.bt_stride * size, min(kRankStep, g.rank), (g.columns - column) * size};
 }
 
@@ -100,56 +100,78 @@ Range piece(int n, int step, int index, int pieces) {
   return {start, end - start};
 }
 
-// Groups and the scratch that says which chunk belongs to which: chunks [first[g], first[g + 1]) to group g.
-struct Groups {
-  const Group* list;
-  int count;
-  int* first;  // [count + 1]
+// A piece of a group's work.
+struct Chunk {
+  const Group& group;
+  int index, pieces;
 
-  int64_t cost_ns() const {
-    int64_t cost = 0;
-    for (int g = 0; g < count; ++g) cost += il::cost_ns(list[g], list[g].rows);
-    return cost;
+  Range rows() const { return piece(group.rows, 1, index, pieces); }
+  Range ranks() const { return piece(group.rank, kRankStep, index, pieces); }
+  Range columns() const { return piece(group.columns, kColumnStep, index, pieces); }
+};
+
+// How the work of groups is cut: chunks [first[g], first[g + 1]) belong to group g.
+struct Cut {
+  const Group* list;
+  int groups;
+  int* first;  // [groups + 1]
+
+  // pieces(group) >= 1: into how many chunks each group is cut.
+  template <class Pieces>
+  Cut(const Group* list, int groups, int* first, const Pieces& pieces) : list(list), groups(groups), first(first) {
+    first[0] = 0;
+    for (int g = 0; g < groups; ++g) first[g + 1] = first[g] + pieces(list[g]);
   }
 
-  int group_of(int chunk) const {
-    int low = 0, high = count - 1;
+  int count() const { return first[groups]; }
+
+  Chunk at(int chunk) const {
+    int low = 0, high = groups - 1;
     while (low < high) {
       int middle = (low + high + 1) / 2;
       if (first[middle] <= chunk) low = middle;
       else high = middle - 1;
     }
-    return low;
+    return {list[low], chunk - first[low], first[low + 1] - first[low]};
   }
+};
 
-  // pieces(group) >= 1: into how many chunks each group is cut.
+// Where a thread stands in a job: the chunk it takes, and the one it probably takes next, or -1.
+struct Turn {
+  int chunk, thread, coming;
+};
+
+// run(turn) for each of the chunks, by as many threads as are worth it.
+template <class Run>
+void in_shares(int chunks, int64_t cost, const Run& run) {
+  if (num_threads() == 1 || chunks <= 1 || cost < kAloneNs) {
+    for (int chunk = 0; chunk < chunks; ++chunk) run({chunk, 0, chunk + 1 < chunks ? chunk + 1 : -1});
+    return;
+  }
+  const int threads = num_threads();
+  auto take = [&](int chunk, int thread) {
+    bool is_last = false;
+    for (int t = 1; t <= threads; ++t) is_last |= chunk + 1 == Shares::first_of(chunks, t, threads);
+    run({chunk, thread, is_last ? -1 : chunk + 1});
+  };
+  parallel_shares(chunks, take, cost >= kWakeNs);
+}
+
+// Groups and the scratch that says how they are cut.
+struct Groups {
+  const Group* list;
+  int count;
+  int* first;  // [2 * (count + 1)]
+
   template <class Pieces>
-  void cut(const Pieces& pieces) const {
-    first[0] = 0;
-    for (int g = 0; g < count; ++g) first[g + 1] = first[g] + pieces(list[g]);
-  }
+  Cut cut(const Pieces& pieces) const { return Cut(list, count, first, pieces); }
+  template <class Pieces>
+  Cut cut_again(const Pieces& pieces) const { return Cut(list, count, first + count + 1, pieces); }
 
-  // body(group, index, pieces, the group of the chunk that this thread probably takes next) for each chunk of `cut`.
-  template <class Body>
-  void run(int64_t cost, const Body& body) const {
-    if (count == 0) return;
-    auto chunk = [&](int index) {
-      int g = group_of(index), after = index + 1 < first[count] ? group_of(index + 1) : g;
-      body(list[g], index - first[g], first[g + 1] - first[g], list[after]);
-    };
-    in_shares(first[count], cost, chunk);
-  }
-
-  // chunk(index) for each of the chunks, by as many threads as are worth it.
-  template <class Chunk>
-  static void in_shares(int chunks, int64_t cost, const Chunk& chunk) {
-    const int threads = num_threads();
-    if (threads == 1 || chunks == 1 || cost < kAloneNs) {
-      for (int index = 0; index < chunks; ++index) chunk(index);
-      return;
-    }
-    Shares shares(chunks, threads);
-    parallel_chunks(chunks, [&](int, int thread) { chunk(shares.take(thread)); }, cost >= kWakeNs);
+  int64_t cost_ns() const {
+    int64_t cost = 0;
+    for (int g = 0; g < count; ++g) cost += il::cost_ns(list[g], list[g].rows);
+    return cost;
   }
 };
 
@@ -159,41 +181,60 @@ int64_t share_ns(int64_t cost) {
   return each / max(1, min(kChunksPerThread, static_cast<int>(each / kLeastChunkNs)));
 }
 
-// v of every group; `cost` of them all is half of what they cost with expand.
-void shrink_all(const Groups& groups, int64_t cost) {
+bool by_rows(const Group& g) { return g.rows > kRowChunk; }
+
+Region start_of_a(const Chunk& chunk) {
+  return rows_of_a(chunk.group, by_rows(chunk.group) ? 0 : chunk.ranks().start);
+}
+
+Cut cut_ranks(const Groups& groups, int64_t cost) {
   const int64_t share = share_ns(cost);
-  groups.cut([&](const Group& g) {
-    if (g.rows > kRowChunk) return ceil_div(g.rows, kRowChunk);
+  return groups.cut([&](const Group& g) {
+    if (by_rows(g)) return ceil_div(g.rows, kRowChunk);
     return max(1, min(ceil_div(g.rank, kRankStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
   });
-  groups.run(cost, [](const Group& g, int index, int pieces, const Group&) {
-    bool by_rows = g.rows > kRowChunk;
-    Range part = by_rows ? piece(g.rows, 1, index, pieces) : piece(g.rank, kRankStep, index, pieces);
-    Region next = start_of_bt(g, 0, g.rows);
-    if (by_rows) shrink(g, part.start, part.count, 0, g.rank, next);
-    else shrink(g, 0, g.rows, part.start, part.count, next);
+}
+
+// v of every group; next(thread): what a thread reads when it has done its share.
+template <class Next>
+void shrink_all(const Cut& cut, int64_t cost, const Next& next) {
+  in_shares(cut.count(), cost, [&](const Turn& turn) {
+    const Chunk chunk = cut.at(turn.chunk);
+    const Group& g = chunk.group;
+    const Region after = turn.coming < 0 ? next(turn.thread) : start_of_a(cut.at(turn.coming));
+    if (by_rows(g)) shrink(g, chunk.rows().start, chunk.rows().count, 0, g.rank, after);
+    else shrink(g, 0, g.rows, chunk.ranks().start, chunk.ranks().count, after);
   });
 }
 
 // Shrink and expand of some rows by one thread after the other.
-void run_fused(const Groups& groups, int64_t cost, bool accumulate) {
-  groups.run(cost, [&](const Group& g, int index, int pieces, const Group& after) {
-    Range rows = piece(g.rows, 1, index, pieces);
+void run_fused(const Cut& cut, int64_t cost, bool accumulate) {
+  in_shares(cut.count(), cost, [&](const Turn& turn) {
+    const Chunk chunk = cut.at(turn.chunk);
+    const Group& g = chunk.group;
+    const Range rows = chunk.rows();
     shrink(g, rows.start, rows.count, 0, g.rank, start_of_bt(g, 0, rows.count));
-    expand(g, rows.start, rows.count, 0, g.columns, accumulate, rows_of_a(after, 0));
+    const Region after = turn.coming < 0 ? Region{} : rows_of_a(cut.at(turn.coming).group, 0);
+    expand(g, rows.start, rows.count, 0, g.columns, accumulate, after);
   });
 }
 
+Region start_of_bt(const Chunk& chunk) { return start_of_bt(chunk.group, chunk.columns().start, chunk.group.rows); }
+
 void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulate) {
-  shrink_all(groups, cost / 2);
   const int64_t share = share_ns(cost / 2);
-  groups.cut([&](const Group& g) {
+  const Cut columns_cut = groups.cut_again([&](const Group& g) {
     return max(1, min(ceil_div(g.columns, kColumnStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
   });
-  groups.run(cost / 2, [&](const Group& g, int index, int pieces, const Group& after) {
-    Range columns = piece(g.columns, kColumnStep, index, pieces);
-    Region next = start_of_bt(after, &after == &g ? columns.start + columns.count : 0, after.rows);
-    expand(g, 0, g.rows, columns.start, columns.count, accumulate, next);
+  const int count = columns_cut.count();
+  shrink_all(cut_ranks(groups, cost / 2), cost / 2, [&](int thread) {
+    return start_of_bt(columns_cut.at(min(Shares::first_of(count, thread, num_threads()), count - 1)));
+  });
+  in_shares(count, cost / 2, [&](const Turn& turn) {
+    const Chunk chunk = columns_cut.at(turn.chunk);
+    const Range columns = chunk.columns();
+    const Region after = turn.coming < 0 ? Region{} : start_of_bt(columns_cut.at(turn.coming));
+    expand(chunk.group, 0, chunk.group.rows, columns.start, columns.count, accumulate, after);
   });
 }
 
@@ -201,17 +242,17 @@ void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulat
 [[maybe_unused]] void run_apart(const Groups& groups, bool accumulate) {
   const int threads = num_threads();
   const int64_t cost = groups.cost_ns(), share = cost / (2 * threads) + 1;
-  groups.cut([&](const Group& g) {
+  const Cut cut = groups.cut([&](const Group& g) {
     int wanted = static_cast<int>(cost_ns(g, g.rows) / share), most = g.rows / kLeastRows;
     return max(ceil_div(g.rows, kRowChunk), threads == 1 ? 1 : min(wanted, most));
   });
   // Chunks that are much alike end in rounds; of others the last may be waited for.
-  int64_t largest = 0, chunks = groups.first[groups.count];
+  int64_t largest = 0, chunks = cut.count();
   for (int g = 0; g < groups.count; ++g)
-    largest = longer(largest, cost_ns(groups.list[g], ceil_div(groups.list[g].rows, groups.first[g + 1] - groups.first[g])));
+    largest = longer(largest, cost_ns(groups.list[g], ceil_div(groups.list[g].rows, cut.first[g + 1] - cut.first[g])));
   int64_t rounds = (chunks + threads - 1) / threads * largest, waited = cost / threads + largest * (threads - 1) / threads;
   int64_t fused = rounds < waited ? rounds : waited;
-  if (threads == 1 || cost < kAloneNs || fused <= cost / threads + kJoinNs) return run_fused(groups, cost, accumulate);
+  if (threads == 1 || cost < kAloneNs || fused <= cost / threads + kJoinNs) return run_fused(cut, cost, accumulate);
   run_by_ranks_and_columns(groups, cost, accumulate);
 }
 
@@ -219,14 +260,15 @@ void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulat
 [[maybe_unused]] void run_meeting(const Groups& groups) {
   if (groups.count == 0) return;
   const int64_t cost = groups.cost_ns() / 2;
-  shrink_all(groups, cost);
+  shrink_all(cut_ranks(groups, cost), cost, [&](int) { return start_of_bt(groups.list[0], 0, groups.list[0].rows); });
   int runs = 0;
   int* first = groups.first;  // free again: now the first group of each run of groups with one segment
   for (int g = 0; g < groups.count; ++g)
     if (g == 0 || groups.list[g].segment != groups.list[g - 1].segment) first[runs++] = g;
   first[runs] = groups.count;
   int pieces = runs >= num_threads() * 4 ? 1 : num_threads() * 4;
-  Groups::in_shares(runs * pieces, cost, [&](int index) {
+  in_shares(runs * pieces, cost, [&](const Turn& turn) {
+    const int index = turn.chunk;
     for (int i = first[index / pieces]; i < first[index / pieces + 1]; ++i) {
       const Group& g = groups.list[i];
       Range columns = piece(g.columns, kColumnStep, index % pieces, pieces);

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 
 namespace il {
 
@@ -37,30 +38,55 @@ int num_threads();
 class Shares {
  public:
   Shares(int count, int threads) : threads_(threads) {
-    for (int t = 0; t < threads; ++t) runs_[t].store(run(at(count, t), at(count, t + 1)), std::memory_order_relaxed);
+    for (int t = 0; t < threads; ++t)
+      new (&runs_[t]) std::atomic<uint64_t>(run(first_of(count, t, threads), first_of(count, t + 1, threads)));
   }
 
+  // The first piece of a thread's run.
+  static int first_of(int count, int thread, int threads) {
+    return static_cast<int>(static_cast<int64_t>(count) * thread / threads);
+  }
+
+  // -1 when all are taken.
   int take(int thread) {
     for (int i = 0; i < threads_; ++i) {
-      std::atomic<uint64_t>& mine = runs_[(thread + i) % threads_];
+      std::atomic<uint64_t>& mine = runs_[(thread + i) % threads_].left;
       uint64_t seen = mine.load(std::memory_order_relaxed);
       while (true) {
         uint32_t first = static_cast<uint32_t>(seen >> 32), end = static_cast<uint32_t>(seen);
         if (first >= end) break;
         uint64_t rest = i == 0 ? run(first + 1, end) : run(first, end - 1);
-        if (mine.compare_exchange_weak(seen, rest, std::memory_order_relaxed)) return i == 0 ? first : end - 1;
+        if (mine.compare_exchange_weak(seen, rest, std::memory_order_relaxed))
+          return static_cast<int>(i == 0 ? first : end - 1);
       }
     }
-    return -1;  // not while there are as many takers as pieces
+    return -1;
   }
 
  private:
+  // In a line of its own: until a thread has done its run, nobody else writes there.
+  struct alignas(64) Run {
+    Run() {}  // only as many as there are threads are ever written
+    union { std::atomic<uint64_t> left; };
+  };
+
   static uint64_t run(uint32_t first, uint32_t end) { return static_cast<uint64_t>(first) << 32 | end; }
-  uint32_t at(int count, int t) const { return static_cast<uint32_t>(static_cast<int64_t>(count) * t / threads_); }
 
   int threads_;
-  std::atomic<uint64_t> runs_[kMaxThreads];
+  Run runs_[kMaxThreads];
 };
+
+// `body(piece, thread)` for each of `count` pieces: a chunk is all that a thread can get of them, so that from piece to
+// piece it writes where nobody else does.
+template <class Body>
+void parallel_shares(int count, const Body& body, bool wake = true) {
+  Shares shares(count, num_threads());
+  const int takers = count < num_threads() ? count : num_threads();
+  auto take_all = [&](int, int thread) {
+    for (int piece; (piece = shares.take(thread)) >= 0;) body(piece, thread);
+  };
+  parallel_chunks(takers, take_all, wake);
+}
 
 // At least `bytes` of memory, aligned to 64, that belong to the calling thread until its next call.
 void* scratch(size_t bytes);

@@ -14,6 +14,7 @@ import torch
 from infinilora.pool.execute import Grants
 from infinilora.pool.group import EmptySlot, ForgetDigest, Order, StageSlot
 from infinilora.pool.loader import Lanes, Loader, Target
+from infinilora.pool.memory import adapter_memory
 from infinilora.pool.pages import PAGE_BYTES
 from infinilora.pool.pool import PoolConfig, PoolKernels, PoolLoad, tiers_of
 from infinilora.pool.scales import AdapterScales, SiteScale
@@ -64,7 +65,7 @@ class FollowerPool:
         self._config = config
         self._listener = listener
         self._lock = threading.Lock()
-        self._memory = torch.empty(config.capacity_bytes, dtype=torch.uint8, device=config.device)
+        self._memory = adapter_memory(config.capacity_bytes, config.device)
         self._tenancies: dict[int, _Tenancy] = {}
         self._slots: dict[Digest, int] = {}
         self._grants: dict[str, Grants] = {}

@@ -7,14 +7,13 @@ used adapter goes first, never one that is open. Thread-safe.
 """
 
 import logging
-import mmap
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from infinilora.pool.memory import adapter_memory
 from infinilora.pool.pages import PAGE_BYTES, PageArena, Run
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.ids import Digest
@@ -46,7 +45,7 @@ class HostTier:
             raise InvalidRequest(f"host_bytes is {max_bytes}; wanted 0, or at least one page of {PAGE_BYTES}")
         self._lock = threading.Lock()
         self._whole: dict[Digest, HostAdapter] = {}
-        memory = _memory(max_bytes)
+        memory = adapter_memory(max_bytes)
         self._arena = PageArena(max_bytes, memory=memory)
         if is_pinned:
             _pin(memory)
@@ -115,14 +114,6 @@ class HostTier:
             del self._whole[adapter.digest]
             self._arena.free(adapter.runs)
         return self._arena.allocate(sizes)
-
-
-def _memory(num_bytes: int) -> Tensor:
-    """Memory of our own from a page's start: uint8 [num_bytes]."""
-    pages = mmap.mmap(-1, num_bytes)
-    with suppress(OSError):  # a kernel without large pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _pin(memory: Tensor) -> None:

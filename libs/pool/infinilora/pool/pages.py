@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infinilora.pool.memory import adapter_memory
 from infinilora.protocol.errors import InvalidRequest
 
 PAGE_BYTES = 4096
@@ -46,9 +47,7 @@ class PageArena:
         self.num_pages = capacity_bytes // page_bytes
         if self.num_pages < 1:
             raise InvalidRequest(f"pool_bytes is {capacity_bytes}; wanted at least one page of {page_bytes}")
-        # Untouched pages of a large allocation cost no memory on a CPU: capacity is a limit, not a reservation.
-        own = torch.empty(self.num_pages * page_bytes, dtype=torch.uint8, device=device) if memory is None else memory
-        self._bytes = own
+        self._bytes = adapter_memory(self.num_pages * page_bytes, device) if memory is None else memory
         self._free = [_Extent(0, self.num_pages)]
 
     @property
