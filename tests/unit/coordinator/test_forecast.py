@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinilora.coordinator.forecast import DAMPED, METHODS, Ewma, Forecaster, Holt, HoltWinters, band
+from infinilora.coordinator.rise import UPPER
 
 HORIZON, SEASON = 6, 96
 
@@ -34,9 +35,23 @@ def test_nothing_is_foreseen_of_nothing() -> None:
     assert (said.count, said.upper, said.error) == (0.0, 0.0, None)
 
 
-def test_before_any_method_was_tested_what_came_last_comes_again() -> None:
+def test_before_anything_is_known_what_came_last_comes_again() -> None:
     said = fed([3.0, 7.0]).ahead()
-    assert (said.method, said.count, said.upper) == ("last", 7.0, 7.0)
+    assert (said.method, said.count, said.upper, said.error) == ("last", 7.0, 7.0, None)
+
+
+def test_before_any_method_was_tested_all_stays_as_it_is_within_what_counts_spread_by() -> None:
+    said = fed([100.0] * 30).ahead()
+    assert (said.method, said.count, said.upper) == ("level", 100.0, 100.0 + UPPER * 10)
+    assert said.error == pytest.approx(10 * math.sqrt(2 / math.pi), rel=0.01)
+
+
+def test_a_load_that_rises_is_reckoned_with_before_it_has_risen() -> None:
+    flat, rising = noisy(7, 200), [100.0 + 6 * k for k in range(1, 9)]
+    said = fed([*flat, *rising]).ahead()
+    assert said.rises
+    assert said.upper > rising[-1] + 6 * HORIZON / 2
+    assert not fed(flat).ahead().rises
 
 
 def test_the_sum_that_a_damped_trend_goes_on_by() -> None:

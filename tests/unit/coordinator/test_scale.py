@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,15 +10,27 @@ from hypothesis import strategies as st
 
 from infinilora.coordinator.demand import Demand, Meters
 from infinilora.coordinator.provision.pools import Demand as Asked
+from infinilora.coordinator.rise import KNOWN, UPPER
 from infinilora.coordinator.scale import SLACK, Bounds, Tier, Wanted, for_bytes, for_load, most_of
 from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.protocol.traffic import Traffic
+from support.made_load import (
+    BEFORE_RPS,
+    BOUNDS,
+    BUCKET_S,
+    EACH,
+    HOLD_S,
+    LEAD_S,
+    RESIDENCE_S,
+    RISE_S,
+    ScaledFleet,
+    engines_for,
+    on_a_flat_load,
+    on_a_ramp,
+    step,
+)
 
 BASE = Fingerprint(digest_of(b"base"))
-LEAD_S, HOLD_S = 60.0, 600.0
-BOUNDS = Bounds(least=1, most=8, hold_s=HOLD_S, lead_s=LEAD_S)
-BUCKET_S, EACH, RESIDENCE_S = 10.0, 16.0, 4.0
-RISE_S = 1200.0
 
 
 def test_more_come_at_once() -> None:
@@ -97,7 +108,56 @@ def test_counts_keep_their_bounds_rest_and_hold(steps: list[tuple[int, bool, flo
 def test_a_load_is_cut_into_instances() -> None:
     assert for_load(32.0, 16.0) == Wanted(2, math.ceil(SLACK * 2))
     assert for_load(0.0, 16.0) == Wanted(1, 1)
+    assert for_load(32.0, 16.0, by_noise=50.0) == Wanted(2, 4)
+    assert for_load(32.0, 16.0, by_noise=33.0) == for_load(32.0, 16.0)
     assert most_of(Wanted(1, 4), Wanted(2, 3)) == Wanted(2, 4)
+
+
+def test_what_noise_would_bring_back_stays() -> None:
+    """Two are enough at ease, and now and then the same load makes three foreseen."""
+    tier = Tier(BOUNDS)
+    assert all(tier.decide(3, for_load(20.0, EACH, by_noise=33.0), float(now)).num == 3 for now in range(0, 2000, 10))
+
+
+def test_one_that_comes_back_soon_is_held_for_twice_as_long() -> None:
+    """Busy for a moment every twelve minutes: what goes in between should have stayed."""
+    tier, have, gone = Tier(BOUNDS), 4, []
+    for now in range(0, 20_000, 10):
+        wanted = 4 if now % (HOLD_S + 120) == 0 else 1
+        count = tier.decide(have, Wanted(wanted, wanted), float(now)).num
+        gone += [now] if count < have else []
+        have = count
+    assert gone == [610, 670]
+
+
+def test_a_hold_is_as_short_as_before_when_nobody_came_back() -> None:
+    tier = Tier(BOUNDS)
+    assert [held(tier, begin) for begin in (0.0, 1000.0, 10_000.0)] == [HOLD_S, 2 * HOLD_S, HOLD_S]
+
+
+def held(tier: Tier, begin: float) -> float:
+    """For how long one stays after it was wanted at `begin`."""
+    tier.decide(1, Wanted(2, 2), begin)
+    return next(at for at in range(0, 5000, 10) if tier.decide(2, Wanted(1, 1), begin + at).num == 1) - 10
+
+
+def test_before_little_is_known_what_runs_is_reckoned_with() -> None:
+    demand = Demand(bucket_s=BUCKET_S, horizon=6, season=8640)
+    for _ in range(KNOWN - 1):
+        fill(demand, 56)
+    assert demand.in_flight_ahead() == pytest.approx(22)
+    fill(demand, 56)
+    assert demand.in_flight_ahead() == pytest.approx(22 * (1 + UPPER / math.sqrt(56)), rel=0.01)
+    assert demand.in_flight_by_noise() == 0
+    for _ in range(12):
+        fill(demand, 56)
+    assert demand.in_flight_by_noise() > 22
+
+
+def fill(demand: Demand, count: int) -> None:
+    demand.arrived(count)
+    demand.sample(22)
+    demand.step()
 
 
 def test_groups_hold_what_is_in_use() -> None:
@@ -132,70 +192,48 @@ def test_the_first_request_for_a_base_that_nobody_asked_for_before_is_new() -> N
     assert meters.read(report("a", 1)) == {BASE: 1}
 
 
-# Traffic on a virtual clock. The policy's constants were chosen on seeds below 100; how all of 100 to 139 fare is in
-# docs/log.md: not every flat load keeps to one change.
+# Traffic on a virtual clock, of seeds that no constant was chosen on (those were 1000 to 1099). How many more fare is a
+# soak of its own, and in docs/log.md.
 
 
-class Fleet:
-    """Engines that take LEAD_S to come; a demand that is told of each bucket; what the SLO would say."""
-
-    def __init__(self, engines: int) -> None:
-        self.demand = Demand(bucket_s=BUCKET_S, horizon=6, season=8640)
-        self.tier = Tier(BOUNDS)
-        self.count = engines
-        self.ready = [0.0] * engines
-        self.changes: list[float] = []
-        self.missed: list[float] = []
-
-    def live(self, rate: Callable[[float], float], seconds: float, dice: random.Random) -> None:
-        for index in range(int(seconds / BUCKET_S)):
-            now = index * BUCKET_S
-            came = sum(dice.random() < rate(now) / 100 for _ in range(int(100 * BUCKET_S)))
-            in_flight = rate(now) * RESIDENCE_S
-            if in_flight > EACH * sum(at <= now for at in self.ready):
-                self.missed.append(now)
-            self.demand.arrived(came)
-            for _ in range(3):  # a bucket is two and a half residences: so many looks are independent
-                self.demand.sample(round(dice.gauss(in_flight, math.sqrt(in_flight))))
-            self.demand.step()
-            count = self.tier.decide(self.count, for_load(self.demand.in_flight_ahead(), EACH), now).num
-            if count != self.count:
-                self.changes.append(now)
-                self.ready = [*self.ready[:count], *[now + LEAD_S] * (count - self.count)]
-            self.count = count
-
-
-def on_a_ramp(times: float, seed: int) -> Fleet:
-    """From 70 % of two engines to so many times that within ten lead times."""
-    fleet = Fleet(2)
-
-    def rate(now: float) -> float:
-        return 5.6 * (1 + (times - 1) * min(max(now - RISE_S, 0) / (10 * LEAD_S), 1.0))
-
-    fleet.live(rate, RISE_S + 14 * LEAD_S, random.Random(seed))
-    assert fleet.count >= math.ceil(times * 5.6 * RESIDENCE_S / EACH)
-    return fleet
-
-
-@pytest.mark.parametrize("seed", range(100, 108))
-def test_on_a_ramp_to_twice_the_load_more_are_begun_before_the_slo_is_missed(seed: int) -> None:
+def test_on_a_ramp_to_twice_the_load_more_are_begun_before_the_slo_is_missed() -> None:
     """Two engines are full four lead times after it begins to rise; the third is at most half a lead time late."""
-    fleet = on_a_ramp(2.0, seed)
-    assert RISE_S <= fleet.changes[0] < min(fleet.missed, default=math.inf)
-    assert len(fleet.missed) * BUCKET_S <= LEAD_S / 2
+    fleets = [on_a_ramp(2.0, seed) for seed in range(100, 120)]
+    assert all(fleet.is_in_time for fleet in fleets)
+    assert max(len(fleet.missed) for fleet in fleets) * BUCKET_S <= LEAD_S / 2
+    assert all(fleet.count >= engines_for(2.0 * BEFORE_RPS) for fleet in fleets)
 
 
-def test_most_ramps_to_four_times_the_load_are_seen_in_time() -> None:
-    """The engines are full after a lead time and a half, so what errors to one side add must come at once."""
-    fleets = [on_a_ramp(4.0, seed) for seed in range(100, 120)]
-    assert sum(fleet.changes[0] < min(fleet.missed, default=math.inf) for fleet in fleets) >= 12
+def test_on_a_ramp_to_four_times_the_load_more_are_begun_before_the_slo_is_missed() -> None:
+    """Two engines are full a lead time and a half after it begins to rise. Noise hides one rise in a hundred for
+    longer, and is taken for one in one of twenty flat loads of twenty minutes."""
+    fleets = [on_a_ramp(4.0, seed) for seed in range(100, 140)]
+    assert sum(fleet.is_in_time for fleet in fleets) >= 39
+    assert sum(fleet.changes[0][0] < RISE_S for fleet in fleets) <= 4
 
 
 @pytest.mark.parametrize("seed", range(100, 105))
 @pytest.mark.parametrize("rate", [7.0, 7.9, 8.0, 8.4, 12.0])
 def test_noise_around_a_flat_load_is_one_change_at_most(seed: int, rate: float) -> None:
     """Two hours; some rates are exactly at what so many engines serve. It begins with what it would settle at."""
-    fleet = Fleet(for_load(1.1 * rate * RESIDENCE_S, EACH).now)
-    fleet.live(lambda _: rate, 7200, random.Random(seed))
-    assert len(fleet.changes) <= 1
+    fleet = on_a_flat_load(rate, seed)
+    assert not fleet.flaps
     assert fleet.count * EACH >= rate * RESIDENCE_S
+
+
+@pytest.mark.parametrize("rate", [8.0, 12.0])
+def test_requests_that_come_in_clusters_are_noise_too(rate: float) -> None:
+    """Gaps with a coefficient of variation of 2: a count varies by four times its mean. Two hours, one to settle."""
+    fleets = [on_a_flat_load(rate, seed, seconds=3 * 3600, dispersion=4.0) for seed in range(100, 104)]
+    changes = [[change for change in fleet.changes if change[0] >= 3600] for fleet in fleets]
+    assert [late for late in changes if len(late) > 1] == []
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_three_times_the_load_at_once_brings_what_it_needs(seed: int) -> None:
+    """Five engines; they are begun within two buckets, and at most one more by noise."""
+    fleet = ScaledFleet(2)
+    fleet.live(step(3.0), RISE_S + 1800, random.Random(seed))
+    begun = [now for now, count in fleet.changes if count >= engines_for(3 * BEFORE_RPS)]
+    assert begun[0] <= RISE_S + BUCKET_S
+    assert max(count for _, count in fleet.changes) <= engines_for(3 * BEFORE_RPS) + 1

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infinilora.coordinator.ahead import _sizing
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.coordinator.scale import Bounds
 from infinilora.coordinator.scaling import Autoscaler, Sizing
+from infinilora.coordinator.settings import Settings
 from infinilora.coordinator.slo import Alarms
 from infinilora.coordinator.traffic import Watched
 from infinilora.protocol import keys, subjects
@@ -190,12 +192,19 @@ async def test_more_sequences_bring_more_engines(tmp_path: Path) -> None:
     async with a_world(tmp_path, backend) as world:
         await world.engine(0)
         await world.counts()
-        await world.engine(0, running=25)
+        await world.engine(0, running=22)
         for _ in range(12):
             world.came(25)
             await world.round(10)
         assert await world.counts() == (3, 1)
         assert backend.counts[-1] == (3, 1)
+
+
+def test_headroom_is_what_counts_are_not_planned_with() -> None:
+    where = {"nats_url": "nats://127.0.0.1:1", "redis_url": "redis://127.0.0.1:1", "store_url": "file:///nowhere"}
+    settings = Settings(**where, engine_sequences=32, group_sequences=200, scale_utilisation=0.75)  # type: ignore[arg-type]
+    sizing = _sizing(settings)
+    assert (sizing.engine_sequences, sizing.group_sequences) == (24, 150)
 
 
 async def test_one_that_is_to_go_drains_first_and_what_drained_is_forgotten_when_it_is_gone(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class Demand:
 
     def _begin(self) -> None:
         self._forecaster = Forecaster(horizon=self._horizon, season=self.season)
+        self._ahead: Forecast | None = None
+        """Of the buckets so far, once it was asked for."""
         self._rate = 0.0
         self._in_flight = 0.0
         self._weight = 0.0
@@ -97,6 +99,7 @@ class Demand:
         self._rate += (count / self.bucket_s - self._rate) * WEIGHT / self._weight
         self._in_flight += (in_flight - self._in_flight) * WEIGHT / self._weight
         self._forecaster.step(float(count))
+        self._ahead = None
 
     @property
     def residence_s(self) -> float:
@@ -110,14 +113,20 @@ class Demand:
 
     def ahead(self) -> Forecast:
         """Of a bucket one horizon from now."""
-        return self._forecaster.ahead()
+        if self._ahead is None:
+            self._ahead = self._forecaster.ahead()
+        return self._ahead
 
     def in_flight_ahead(self) -> float:
         """Sequences at once that are to be reckoned with then. Never fewer than there are on average now."""
         ahead = self.ahead()
-        if ahead.error is None:  # nothing that is said has been tested
+        if ahead.error is None:  # what is said is a guess
             return self._in_flight
         return max(ahead.upper / self.bucket_s * self.residence_s, self._in_flight)
+
+    def in_flight_by_noise(self) -> float:
+        """Sequences at once that may come to be reckoned with though nothing changes: who has fewer will want more."""
+        return self.ahead().by_noise / self.bucket_s * self.residence_s
 
     def growth(self) -> float:
         """The rate to reckon with then over that of now, at least 1; 1 while nobody comes."""

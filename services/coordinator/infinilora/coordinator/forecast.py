@@ -20,15 +20,16 @@ from itertools import islice
 from math import ceil, sqrt
 from typing import Protocol
 
+from infinilora.coordinator.rise import UPPER, Rise
+
 SCORED = 360
 """Latest buckets that methods are compared over."""
-ENOUGH = 12
-"""Errors that a method must have before it may speak, and any band be drawn."""
+ENOUGH = 30
+"""Errors that a method must have before it may speak, and any band be drawn: of fewer, the choice was noise."""
 COVERED = 0.9
 """Share of past errors that the band's upper end stays above."""
-RUNAWAY = 1.7
-"""Mean error over a horizon, in spreads of a count, from which a load leaves the method behind: of six counts of a flat
-load it is above that once in some thousand times (lower flaps oftener, higher is late on a ramp: log 2026-11-30)."""
+MEAN = 0.8
+"""Mean absolute error of what spreads by one."""
 DAMPED = 0.95
 """What is left of a trend one bucket later: no line goes on for ever."""
 
@@ -154,12 +155,16 @@ class Forecast:
     """What is expected in a bucket one horizon from now; `upper` is what it stays below nine times of ten.
 
     `error` is the method's mean absolute error of late; None, with `upper` the same as `count`, while nobody knows.
+    `rises`: the load has left its level, and `upper` is where it goes, or more. `by_noise`: what `upper` may become on
+    one of these days though nothing has changed.
     """
 
     method: str
     count: float
     upper: float
     error: float | None
+    rises: bool = False
+    by_noise: float = 0.0
 
 
 class _Tried:
@@ -181,15 +186,6 @@ class _Tried:
         self.method.step(count)
         self._said.append(clip(self.method.ahead(horizon)))
 
-    def runaway(self, horizon: int) -> float:
-        """What is to be added since the latest errors are to one side by more than chance would have it.
-
-        A load that has left the method behind within the last horizon will go on for the next.
-        """
-        spreads = list(islice(reversed(self.spreads), horizon))
-        errors = list(islice(reversed(self.errors), horizon))
-        return 2 * sum(errors) / len(errors) if sum(spreads) / len(spreads) > RUNAWAY else 0.0
-
     def error(self, latest: int) -> float:
         return sum(abs(error) for error in islice(reversed(self.errors), latest)) / latest
 
@@ -199,26 +195,36 @@ class Forecaster:
 
     def __init__(self, *, horizon: int, season: int, methods: Sequence[str] = tuple(METHODS)) -> None:
         self._horizon = horizon
+        self._rise = Rise(horizon)
         self._tried = {name: _Tried(METHODS[name](season)) for name in methods}
 
     def step(self, count: float) -> None:
         """The next bucket is over, and so many came in it."""
+        self._rise.step(count)
         for tried in self._tried.values():
             tried.step(count, self._horizon)
 
     def ahead(self) -> Forecast:
-        """What the method says that was least wrong; before any could be tested, what came last."""
+        """What the method says that was least wrong; before any could be tested, that all stays as it is."""
+        rise, by_noise = self._rise.ahead(), self._rise.by_noise()
         fit = {name: tried for name, tried in self._tried.items() if len(tried.errors) >= ENOUGH}
         if not fit:
-            name, tried = next(iter(self._tried.items()))
-            count = clip(tried.method.ahead(self._horizon)) or 0.0
-            return Forecast(name, count, count, None)
+            return self._untested(rise, by_noise)
         # All over the same buckets: an error of a quiet hour does not compare with one of a busy hour.
         latest = min(len(tried.errors) for tried in fit.values())
         name = min(fit, key=lambda name: fit[name].error(latest))
         count = clip(fit[name].method.ahead(self._horizon)) or 0.0
-        margin = band(fit[name].spreads) * spread(count) + fit[name].runaway(self._horizon)
-        return Forecast(name, count, max(count, count + margin), fit[name].error(latest))
+        upper = max(count, count + band(fit[name].spreads) * spread(count), rise or 0.0)
+        return Forecast(name, count, upper, fit[name].error(latest), rise is not None, by_noise)
+
+    def _untested(self, rise: float | None, by_noise: float) -> Forecast:
+        flat = self._rise.flat()
+        if flat is None:
+            name, tried = next(iter(self._tried.items()))
+            count = clip(tried.method.ahead(self._horizon)) or 0.0
+            return Forecast(name, count, count, None)
+        level, off = flat
+        return Forecast("level", level, max(level + UPPER * off, rise or 0.0), MEAN * off, rise is not None, by_noise)
 
 
 def clip(count: float | None) -> float | None:

@@ -1,10 +1,13 @@
 """How many engines, and how many groups, there should be. Pure: time comes in as an argument.
 
 up       at once, to what is wanted: the demand is that of one lead time from now already
-down     by one, when a demand larger by SLACK would have needed fewer for all of `hold_s`
+down     by one, when fewer were enough at ease for all of a hold: for a demand larger by SLACK, and for what noise may
+         make foreseen of the same demand
+hold     `hold_s`, and twice as long when what went is wanted again soon
 bounds   hold at once, except that what is too much goes one by one, as all that goes is drained first
 
-A demand that wavers around a boundary goes up once, and SLACK keeps it there: it does not flap.
+A demand that wavers around a boundary goes up once, and stays there at ease: it does not flap. One that comes and goes
+by itself is learnt.
 """
 
 from collections import deque
@@ -19,6 +22,10 @@ from infinilora.coordinator.provision.pools import pools
 
 SLACK = 1.3
 """Times the demand that what stays must still be enough for."""
+LONGEST = 4
+"""Times `hold_s` that a hold may become."""
+SOON = 2
+"""Holds after which nobody says that what went should have stayed."""
 ROUNDING = 1e-9
 
 
@@ -53,9 +60,12 @@ class Tier:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._eased: deque[tuple[float, int]] = deque()
-        """When, and what a demand at ease needed: falling, so the first is the most of the last `hold_s`."""
+        """When, and what a demand at ease needed: falling, so the first is the most of the last hold."""
         self._since: float | None = None
         self._changed_at = float("-inf")
+        self._hold_s = bounds.hold_s
+        self._gone_at: float | None = None
+        """When one went that nobody has wanted again."""
 
     def decide(
         self, have: int, wanted: Wanted, now: float, *, by_hand: int | None = None, burns: bool = False
@@ -64,7 +74,17 @@ class Tier:
         decision = self._decide(have, wanted, now, by_hand, burns=burns)
         if decision.num != have:
             self._changed_at = now
+            self._learn(now, went=decision.num < have)
         return decision
+
+    def _learn(self, now: float, *, went: bool) -> None:
+        """Whether to hold for longer than before, or need not any more."""
+        is_soon = self._gone_at is not None and now - self._gone_at <= SOON * self._hold_s
+        if is_soon and not went:
+            self._hold_s = min(2 * self._hold_s, LONGEST * self._bounds.hold_s)
+        elif self._gone_at is not None and not is_soon:
+            self._hold_s = max(self._hold_s / 2, self._bounds.hold_s)
+        self._gone_at = now if went else None
 
     def _decide(self, have: int, wanted: Wanted, now: float, by_hand: int | None, *, burns: bool) -> Decision:
         bounds = self._bounds
@@ -83,7 +103,7 @@ class Tier:
         has_rested = now - self._changed_at >= bounds.lead_s
         if burns and have < bounds.most and has_rested:
             return Decision(have + 1, "SLO missed")
-        is_long = self._since is not None and now - self._since >= bounds.hold_s
+        is_long = self._since is not None and now - self._since >= self._hold_s
         if is_long and has_rested and not burns and have > bounds.least and self._eased[0][1] < have:
             return Decision(have - 1, "more than enough for long")
         return Decision(have, "enough")
@@ -93,14 +113,17 @@ class Tier:
         while self._eased and self._eased[-1][1] <= wanted.at_ease:
             self._eased.pop()
         self._eased.append((now, wanted.at_ease))
-        while self._eased[0][0] < now - self._bounds.hold_s:
+        while self._eased[0][0] < now - self._hold_s:
             self._eased.popleft()
 
 
-def for_load(in_flight: float, each: float, *, is_idle: bool = False) -> Wanted:
-    """Instances for so many sequences at once, of which one serves `each`: at least one, unless it is idle."""
+def for_load(in_flight: float, each: float, *, by_noise: float = 0.0, is_idle: bool = False) -> Wanted:
+    """Instances for so many sequences at once, of which one serves `each`: at least one, unless it is idle.
+
+    `by_noise`: as many may be foreseen, now and then, of the same load.
+    """
     least = 0 if is_idle else 1
-    needs = (ceil(times * in_flight / each - ROUNDING) for times in (1.0, SLACK))
+    needs = (ceil(most / each - ROUNDING) for most in (in_flight, max(SLACK * in_flight, by_noise)))
     now, at_ease = (max(least, count) for count in needs)
     return Wanted(now, at_ease, is_idle)
 

@@ -239,11 +239,11 @@ class Autoscaler:
         """What the demand needs. A base that nobody can take requests for at all has whoever waits there."""
         demand, sizing = self._watched.demand(base), self._sizing
         is_idle = demand.idle_s >= sizing.idle_s
-        in_flight = demand.in_flight_ahead()
-        with_adapter = in_flight * self._share_with_adapter(base)
-        by_load = for_load(with_adapter, sizing.group_sequences, is_idle=is_idle)
+        in_flight, by_noise = demand.in_flight_ahead(), demand.in_flight_by_noise()
+        share = self._share_with_adapter(base)
+        by_load = for_load(in_flight * share, sizing.group_sequences, by_noise=by_noise * share, is_idle=is_idle)
         return {
-            "engines": for_load(in_flight, sizing.engine_sequences, is_idle=is_idle),
+            "engines": for_load(in_flight, sizing.engine_sequences, by_noise=by_noise, is_idle=is_idle),
             "groups": most_of(by_load, self._groups_wanted.get(base, Wanted(0, 0))),
         }
 
@@ -355,6 +355,7 @@ def _shown(demand: Demand) -> dict[str, Any]:
         "rps_ahead": round(ahead.count / demand.bucket_s, 3),
         "rps_ahead_at_most": round(ahead.upper / demand.bucket_s, 3),
         "method": ahead.method,
+        "rises": ahead.rises,
         "in_flight_ahead": round(demand.in_flight_ahead(), 2),
         "idle_s": round(demand.idle_s, 1),
     }

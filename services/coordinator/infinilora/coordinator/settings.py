@@ -51,6 +51,9 @@ class Settings(Common):
     """Sequences at once that one engine serves within the SLO."""
     group_sequences: float = Field(default=256, gt=0)
     """Of requests with an adapter, those at once that one group computes for within the SLO."""
+    scale_utilisation: float = Field(default=1.0, gt=0, le=1)
+    """Share of these that counts are planned with. The rest is headroom beside the band of the forecast, for a load
+    that rises faster than noise lets anyone see."""
     lead_s: float = Field(default=120.0, gt=0)
     """From the decision for one more engine to its first token: how far ahead is looked."""
     season_s: float = Field(default=86_400.0, gt=0)
