@@ -1,5 +1,6 @@
 """Messages from mailbox to mailbox on one stream: every payload, every slot, and launches that are replayed."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,6 +93,17 @@ def test_after_a_fault_nothing_is_waited_for_or_published(device: str) -> None:
     assert pair.noted() == [0, 0, 0, 1, 0, 0]
     assert not y.any()
     assert int(credit[0]) == 0, "a slot was given back by an end that has failed"
+
+
+def test_an_end_whose_peer_sent_nothing_does_not_wait_for_room_there_either(device: str) -> None:
+    """A step at a server that hangs costs one wait, not one for each direction."""
+    pair, x, y = Pair(device), random_rows(2, 8).to(device), torch.zeros(2, 8, device=device)
+    pair.a.take(y, F32, add=True, limit_ns=1_000_000)
+    patient = dataclasses.replace(pair.a, limit_ns=1 << 62)
+    for _ in range(NUM_BUFFERS + 1):
+        patient.push(x)
+    assert pair.noted() == [1, 0, 0, 0, 0, 0]
+    assert not pair.regions[1].any(), "a payload was published by an end that has failed"
 
 
 def test_an_answer_with_anothers_tag_is_not_taken(device: str) -> None:

@@ -114,8 +114,8 @@ def indexed_cases() -> list[dict[str, Any]]:
 def mailbox_cases() -> list[dict[str, Any]]:
     addresses = dict.fromkeys(("region", "peer", "notes", "slot_bytes", "limit_ns"), "i64")
     layout = mailbox.LAYOUT | {"BUFFERS": 8, "PROGRAMS": mailbox.NUM_PROGRAMS, "INTERPRETED": False}
-    push = {"x": "*bf16", "ids": "*i32", "weights": "*fp32", "counters": "*i64"}
-    take = {"out": "*bf16", "counters": "*i64"}
+    push = {"x": "*bf16", "ids": "*i32", "weights": "*fp32", "counters": "*i64", "others": "*i64"}
+    take = {"out": "*bf16", "counters": "*i64", "others": "*i64"}
     routed = {"TOP_K": 8, "HAS_IDS": True, "HAS_WEIGHTS": True}
     joined = {"ADD": True, "WIRE": mailbox.WIRE_TYPES[torch.bfloat16], "REFUSED": mailbox.REFUSED}
     joined["MISPLACED"] = mailbox.MISPLACED

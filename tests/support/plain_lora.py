@@ -67,6 +67,9 @@ class PlainLora:
         self.lose: Counter[Digest] = Counter()
         self.lose_heads: Counter[Digest] = Counter()
         """How often the delta of lm_head of a digest will still be lost."""
+        self.lose_late: Counter[Digest] = Counter()
+        """How many of a digest's next calls bring no delta, which `verify` tells and `add` does not."""
+        self._late: set[Digest] = set()
         self.begun = 0
         self.open_plans = 0
         self.submits = 0
@@ -131,7 +134,10 @@ class PlainLora:
             assert self.view(lease.digest).has_layers(layer + 1), f"layer {layer} of {lease.digest} is not there"
         geometry = self._sites[layer, site]
         delta = torch.zeros(self._out_shape(geometry, plan.num_rows, routing))
-        for start, count, lease in plan.rows:
+        late = {lease.digest for _, _, lease in plan.rows if self.lose_late[lease.digest] > 0}
+        self.lose_late.subtract(late)
+        self._late |= late
+        for start, count, lease in (row for row in plan.rows if row.lease.digest not in late):
             for row in range(start, start + count):
                 if site is Site.EMBED:
                     x_row = torch.nn.functional.one_hot(x[row, 0].long(), geometry.in_dim).float()
@@ -149,6 +155,12 @@ class PlainLora:
                 losing[digest] -= 1
                 raise StepLost(frozenset({digest}), "the test says so")
         y[: ticket.delta.shape[0]] += ticket.delta
+
+    def verify(self) -> None:
+        """Raise what was late, once: the deltas of `lose_late` were not in y when `add` returned."""
+        late, self._late = self._late, set()
+        if late:
+            raise StepLost(frozenset(late), "the test says so, late")
 
     def end(self, plan: PlainPlan) -> None:
         self.open_plans -= 1

@@ -7,8 +7,9 @@
 
 Each end polls only memory of its own device; what crosses is written, never read. The number of a message is counted
 on the device, so a captured CUDA graph sends the next message each time it is replayed. Waits are bounded: the first
-that runs out sets FAULT, and nothing of this end waits, copies or publishes from then on. Programs of one launch wait
-for the peer and never for one another, so any number of them may run at once. Knows no frame and no tensor's meaning.
+that runs out sets FAULT of both directions, and nothing of this end waits, copies or publishes from then on. Programs
+of one launch wait for the peer and never for one another, so any number of them may run at once. Knows no frame and no
+tensor's meaning.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -129,9 +130,10 @@ def enter(counters, PROGRAMS: tl.constexpr, ENTERED: tl.constexpr, FAULT: tl.con
 
 
 @triton.jit
-def fail(counters, note, number, FAULT: tl.constexpr):
-    """This end has failed; the host is told at which message."""
+def fail(counters, others, note, number, FAULT: tl.constexpr):
+    """This end has failed, both its directions; the host is told at which message."""
     tl.atomic_max(counters + FAULT, 1, sem="relaxed", scope="gpu")
+    tl.atomic_max(others + FAULT, 1, sem="relaxed", scope="gpu")
     tl.store(note, number + 1)
 
 
@@ -152,6 +154,7 @@ def push_kernel(
     region,
     peer,
     counters,
+    others,
     notes,
     rows,
     cols,
@@ -205,7 +208,7 @@ def push_kernel(
             typed_weights = (payload + weights_at).to(tl.pointer_type(tl.float32))
             copy_rows(weights, typed_weights, rows, TOP_K, weights_stride, TOP_K, PROGRAMS, LANES, ADD=False)
     elif has_failed == 0:
-        fail(counters, note + TIMED_OUT, number, FAULT)
+        fail(counters, others, note + TIMED_OUT, number, FAULT)
     if leave(counters, PROGRAMS, LEFT, FAULT):
         tl.store((slot + STATUS_AT).to(tl.pointer_type(tl.int64)), status.to(tl.int64))
         tl.store((slot + TAG_AT).to(tl.pointer_type(tl.int64)), tl.where(tag < 0, number, tag))
@@ -218,6 +221,7 @@ def take_kernel(
     region,
     peer,
     counters,
+    others,
     notes,
     rows,
     cols,
@@ -258,14 +262,14 @@ def take_kernel(
         status = tl.load((slot + STATUS_AT).to(tl.pointer_type(tl.int64)), volatile=True)
         tag = tl.load((slot + TAG_AT).to(tl.pointer_type(tl.int64)), volatile=True)
         if tag != number:
-            fail(counters, note + MISPLACED, number, FAULT)
+            fail(counters, others, note + MISPLACED, number, FAULT)
         elif status == 0:
             typed = tl.multiple_of((slot + PAYLOAD_AT).to(tl.pointer_type(WIRE)), 16)
             copy_rows(typed, out, rows, cols, cols, out_stride, PROGRAMS, BLOCK, ADD=ADD)
         elif rows > 0:
             tl.store(note + REFUSED, number + 1)
     elif has_failed == 0:
-        fail(counters, note + TIMED_OUT, number, FAULT)
+        fail(counters, others, note + TIMED_OUT, number, FAULT)
     if leave(counters, PROGRAMS, LEFT, FAULT):
         store_release((peer + CREDIT_AT).to(tl.pointer_type(tl.int64)), number + 1, INTERPRETED)
 
@@ -314,6 +318,7 @@ class Mailbox:
             self.region,
             self.peer,
             self.sent,
+            self.taken,
             self.notes,
             x.shape[0],
             x.shape[1],
@@ -339,6 +344,7 @@ class Mailbox:
             self.region,
             self.peer,
             self.taken,
+            self.sent,
             self.notes,
             out.shape[0],
             out.shape[1],

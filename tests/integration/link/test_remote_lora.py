@@ -11,6 +11,7 @@ import torch
 
 from infinilora.engine.lora.interface import AdapterRows, Lease, LeaseStatus, Routing, StepLost
 from infinilora.engine.lora.remote import RemoteLora
+from infinilora.link.errors import LinkError, LinkRefused, LinkTimeout
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, AdapterNotFound
 from infinilora.protocol.ids import Digest
@@ -202,6 +203,69 @@ async def test_a_refused_call_loses_the_step_keeps_the_link_and_asks_for_the_lea
         assert again.slot_generation == 5
         assert (await step(f.lora, [AdapterRows(0, 2, again)]))[0, 0] == added(again)
         assert len(group.hellos) == 1, "the link itself lived on"
+        f.drop(A)
+
+
+def fail_late(f: Fleet, group: str, error: LinkError) -> None:
+    """As a link whose waits only launch: what came of them its `verify` alone tells, once."""
+    end = f.lora._links[group].ends[0]
+
+    def verify() -> None:
+        end.verify = lambda: None  # type: ignore[method-assign]
+        raise error
+
+    end.verify = verify  # type: ignore[method-assign]
+
+
+async def test_a_link_that_failed_unseen_loses_its_own_rows_and_no_others_when_the_step_is_verified(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
+        f.know(g, h)
+        await f.linked("g", "h")
+        f.lora.placed = {A: ("g",), B: ("h",)}
+        a, b = await f.lease(A), await f.lease(B)
+        fail_late(f, "g", LinkTimeout("the LoRA server did not send message 7 in time"))
+        await step(f.lora, [AdapterRows(0, 2, a), AdapterRows(2, 5, b)])
+        with pytest.raises(StepLost, match="message 7") as lost:
+            f.lora.verify()
+        assert lost.value.digests == {A}
+        f.lora.verify()
+        await eventually(lambda: len(g.closed_ends) == 1, "the server saw the end of the pair")
+        assert g.closed_ends[0].is_quarantined
+        again = await f.resident(A)
+        assert (await step(f.lora, [AdapterRows(0, 1, again), AdapterRows(1, 1, b)]))[0, 0] == added(again)
+        f.lora.verify()
+        assert len(h.hellos) == 1, "the other link lived on"
+        f.drop(A, B)
+
+
+async def test_a_call_that_was_refused_unseen_asks_for_its_leases_anew_and_keeps_the_link(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as f, serving(f.group("g")) as group:
+        f.know(group)
+        a = await f.lease(A)
+        group.generation = 5
+        fail_late(f, "g", LinkRefused(AdapterFailed("this tenancy is not granted").to_wire()))
+        await step(f.lora, [AdapterRows(0, 2, a)])
+        with pytest.raises(StepLost, match="not granted"):
+            f.lora.verify()
+        await eventually(lambda: group.asked == [A, A], "the lease is told anew")
+        again = await f.resident(A)
+        assert again.slot_generation == 5
+        assert len(group.hellos) == 1
+        f.drop(A)
+
+
+async def test_a_loss_that_was_told_as_it_was_waited_for_is_not_told_again(tmp_path: Path) -> None:
+    """What is told again would cost whoever else is in the step then."""
+    async with fleet(tmp_path) as f, serving(f.group("g")) as group:
+        f.know(group)
+        a = await f.lease(A)
+        group.refuse_calls = 1
+        with pytest.raises(StepLost, match="not granted"):
+            await step(f.lora, [AdapterRows(0, 2, a)])
+        fail_late(f, "g", LinkTimeout("too late"))
+        f.lora.verify()
         f.drop(A)
 
 

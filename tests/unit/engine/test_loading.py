@@ -83,6 +83,21 @@ def test_a_row_that_is_parked_delays_no_row_of_a_resident_adapter(
     assert house.shortfall(oracle("llama"), cold, house.cold) < SHORTFALL
 
 
+def test_deltas_of_a_parked_pass_that_did_not_come_are_its_own_loss_and_nobody_elses(
+    house: House, oracle: Callable[[str], Oracle]
+) -> None:
+    """Told by `verify` as the pass is parked, before a step of others asks."""
+    cold, warm = house.ask(house.cold), house.ask(house.warm, tokens=8)
+    house.lora.lose_late[house.cold] = 1
+    for step in range(1, 4):
+        assert house.engine.turn()
+        assert len(warm.tokens) == step
+    house.resident()
+    house.engine.run()
+    assert house.shortfall(oracle("llama"), cold, house.cold) < SHORTFALL
+    assert house.shortfall(oracle("llama"), warm, house.warm) < SHORTFALL
+
+
 def test_a_client_that_leaves_while_its_rows_are_parked_leaves_nothing_behind(
     house: House, oracle: Callable[[str], Oracle]
 ) -> None:

@@ -139,6 +139,43 @@ def test_lost_rows_are_run_again_whole_and_the_others_finish(
         assert oracle("llama").shortfall(PROMPT, heard.tokens, directory) < 1e-4
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+def test_rows_whose_deltas_did_not_come_say_nothing_and_are_run_again_though_their_step_went_through(
+    calls: int,
+    lora: PlainLora,
+    adapter: MakeAdapter,
+    oracle: Callable[[str], Oracle],
+    loaded: Loaded,
+) -> None:
+    """As of a device that still waits when the step has been launched: `verify` alone knows."""
+    engine = TestEngine(loaded("llama"), lora, limits=Limits(max_running=8, step_tokens=32))
+    directories = [adapter("llama", 8, ATTENTION, 21), adapter("llama", 8, MLP, 22)]
+    first, second = (lora.register(d) for d in directories)
+    told = [engine.ask(PROMPT, digest=d, max_tokens=6, prompt_logprobs=0) for d in (first, second, None)]
+    lora.lose_late[first] = calls
+    engine.turn()
+    assert [len(t.tokens) for t in told] == [0, 1, 1]
+    assert [t.has_prompt_scores for t in told] == [False, True, True]
+    lora.lose_late[first] = 0
+    engine.turn()
+    before = [len(t.tokens) for t in told]
+    assert before == [1, 2, 2]
+    lora.lose_late[first] = calls
+    engine.turn()
+    assert [len(t.tokens) - b for t, b in zip(told, before, strict=True)] == [0, 1, 1]
+    lora.lose_late[first] = 0
+    engine.run()
+    for heard, directory in zip(told, [*directories, None], strict=True):
+        assert len(heard.tokens) == 6
+        assert oracle("llama").shortfall(PROMPT, heard.tokens, directory) < 1e-4
+        assert error_of_prompt(heard, oracle("llama"), directory) < 1e-3
+
+
+def error_of_prompt(heard: Heard, oracle: Oracle, adapter: Path | None) -> float:
+    logprobs = torch.log_softmax(oracle.logits(PROMPT, adapter), -1)
+    return max(abs(float(logprobs[at, score.token_id]) - score.logprob) for at, score in enumerate(heard.prompt_scores))
+
+
 def test_rows_whose_adapter_loads_again_since_they_were_scheduled_share_no_step(
     loaded: Loaded, lora: PlainLora, adapter: MakeAdapter
 ) -> None:

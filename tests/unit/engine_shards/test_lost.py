@@ -19,12 +19,13 @@ from support.tiny_models import make_tiny_model
 
 
 class Losing:
-    """A back-end that loses what it adds, or is asked for, for the `at`-th time."""
+    """A back-end that loses what it adds, or is asked for, for the `at`-th time; `verify`: and says so at the end."""
 
     def __init__(self, inner: LoraBackend, at: int, when: str) -> None:
         self._inner = inner
         self._left = at
         self._when = when
+        self._owes = False
         self.digests: frozenset[Digest] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
@@ -41,7 +42,18 @@ class Losing:
             y.fill_(float("nan"))
         if self._when == "add" and ticket is not None:
             self._count()
+        if self._when == "verify" and ticket is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._owes = True
+                return
         self._inner.add(ticket, y)
+
+    def verify(self) -> None:
+        owed, self._owes = self._owes, False
+        if owed:
+            raise StepLost(self.digests, "as the test wants it, late")
+        self._inner.verify()
 
     def _count(self) -> None:
         self._left -= 1
@@ -50,7 +62,7 @@ class Losing:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize("when", ["submit", "add"])
+@pytest.mark.parametrize("when", ["submit", "add", "verify"])
 @pytest.mark.parametrize("at", [1, 2, 7, 9])
 @pytest.mark.parametrize("shard", [0, 1])
 def test_rows_whose_delta_one_shard_lost_are_run_again_on_all(

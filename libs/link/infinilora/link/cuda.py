@@ -199,10 +199,11 @@ class CudaEngineEnd(EngineEnd):
         """Tell the server of the calls that the next replay of a captured step will make."""
         self._cuda.announce(headers, step_id)
 
+    @override
     def verify(self) -> None:
-        """Call it when the step's results are read: raises LinkTimeout or LinkRefused if a delta did not come.
+        """Wait for the launches so far: raises LinkTimeout or LinkRefused if a delta did not come.
 
-        Until it has returned, no token may be chosen from what the step computed.
+        Until it has returned, nothing that the step computed may be told.
         """
         try:
             self._cuda.verify()
@@ -239,6 +240,9 @@ class CudaServerPort(ServerBeside):
             check_plan(header, body, self._control)
             self._plan[: len(body)] = body
             return header, 0
+        self._control.look()
+        if not self.is_alive:  # an engine that gave up may have announced what it never sent: nothing waits for that
+            raise LinkClosed("the peer closed the link")
         header = checked(header, self)
         words = -(-header.payload_bytes // _WORD)
         staged = self.requests.tensor(torch.int32, DEVICE_AT, 1, words)

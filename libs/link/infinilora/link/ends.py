@@ -230,6 +230,12 @@ class EngineEnd:
             self.abandon()
             raise
 
+    def verify(self) -> None:
+        """Call it before what the waits wrote is used: raises LinkError where a delta did not come after all.
+
+        On a host a wait returns with its delta, so that nothing is left to be said.
+        """
+
     def abandon(self) -> None:
         """Nobody waits for what is outstanding; answers still to come are stale. The step is over."""
         if self._outstanding:

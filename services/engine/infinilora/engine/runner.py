@@ -2,7 +2,8 @@
 
 Knows the model, the LoRA interface and the sampler; decides nothing about who runs. Rows of one adapter are
 neighbours and base rows come last. When the deltas of some rows are lost, those rows are dropped and the step
-is run again without them: what they wrote into the cache is overwritten when they are run again.
+is run again without them: what they wrote into the cache is overwritten when they are run again. Where deltas are added
+by a device that is still at it, their loss is known when the step is through: then only those rows are dropped.
 
 Rows whose adapter still loads go through the model apart, in a `Pass` that stops where a layer is missing.
 
@@ -165,6 +166,7 @@ class Runner:
         plan = self._begin(placed, _trace_of(placed))
         try:
             self._decoder.proceed(part.flow, self._lora, plan, until=until)
+            self._lora.verify()
         except StepLost as loss:
             _lose(loss, placed, outcome)
             return False
@@ -227,7 +229,18 @@ class Runner:
             if item.reaches_end and sequence.num_produced < sequence.params.max_tokens:
                 heads.append(_Head(at - 1, each))
         self._sample(hidden, heads, outcome)
+        self._verify(placed, outcome)
         outcome.done = [p.rows for p in placed if p.rows not in outcome.lost]
+
+    def _verify(self, placed: list[Placed], outcome: Outcome) -> None:
+        """Nothing of rows whose deltas did not come leaves the step; the others have all that they need."""
+        try:
+            self._lora.verify()
+        except StepLost as loss:
+            _lose(loss, [p for p in placed if p.rows not in outcome.lost], outcome)
+            for rows in outcome.lost:
+                outcome.sampled.pop(rows.sequence, None)
+                outcome.prompt_scores.pop(rows.sequence, None)
 
     def _sample(self, hidden: Tensor, heads: list["_Head"], outcome: Outcome) -> None:
         """A token for each head, but for those whose deltas were lost."""

@@ -201,6 +201,9 @@ class TimedLora:
             if each.computed_s is not None:
                 self._timeline.add("computing", name, *each.computed_s)
 
+    def verify(self) -> None:
+        self._lora.verify()
+
     def end(self, plan: StepPlan) -> None:
         self._lora.end(plan)
 

@@ -101,7 +101,7 @@ class SiteCall:
         if routing is not None:
             ids, weights = routing.topk_ids, routing.topk_weights if self.site is Site.MOE_DOWN else None
         elif self.site is Site.EMBED:
-            x, ids = torch.empty(len(x), 0, dtype=self._dtype), x
+            x, ids = torch.empty(len(x), 0, dtype=self._dtype, device=x.device), x
         ticket = self.under_way = RemoteTicket(self, layer)
         for part in self._whole:
             part.end.send(part.ticket, step_id, layer, x, ids, weights)

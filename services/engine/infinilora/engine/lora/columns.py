@@ -61,7 +61,7 @@ def picks_of(routing: Routing, rows: Range, experts: range, first: int = 0) -> P
         chosen,
         places,
         torch.cat([step_rows.to(torch.int32), numbers.to(torch.int32)], 1),
-        torch.cat([torch.zeros(len(chosen), 1), weights], 1),
+        torch.cat([weights.new_zeros(len(chosen), 1), weights], 1),
     )
 
 
@@ -148,7 +148,7 @@ class ColumnsPart:
         deadline = time.monotonic() + deadline_s
         took_s = 0.0
         for end, ticket, picks in self._sent:
-            delta = torch.empty(ticket.rows, ticket.header.out_cols, dtype=y.dtype)
+            delta = y.new_empty(ticket.rows, ticket.header.out_cols)
             left_s = max(deadline - time.monotonic(), 0.0)
             took_s = max(took_s, end.wait(ticket, delta, deadline_s=left_s, add=False))
             self._add(y, delta, picks)

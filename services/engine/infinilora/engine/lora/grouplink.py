@@ -176,6 +176,8 @@ async def open_link(
                 )
         link = GroupLink(group, shards, sharding)
         extra = {"group": group, "backend": link.backend, "address": address, "shards": len(shards)}
+        if signal := head.welcome.chosen.details.get("signal"):
+            extra["signal"] = signal  # `host`: two processes take turns on one GPU, and each call waits for both
         logger.info("link opened", extra=extra)
         try:
             yield link

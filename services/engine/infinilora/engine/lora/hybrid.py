@@ -219,6 +219,10 @@ class HybridLora:
         self._local.add(ticket.here, y)
         self._remote.add(ticket.there, y)
 
+    def verify(self) -> None:
+        self._local.verify()
+        self._remote.verify()
+
     def end(self, plan: StepPlan) -> None:
         assert isinstance(plan, HybridPlan)
         if plan.here is not None:

@@ -116,7 +116,7 @@ class StepLost(Exception):
 
 
 class LoraBackend(Protocol):
-    """Leases and deltas. All methods are called from the engine's step thread; none blocks except `add`."""
+    """Leases and deltas. Called from the engine's step thread alone; nothing blocks but `add` and `verify`."""
 
     def want(self, digest: Digest) -> None:
         """Count one more holder of `digest`; the first asks for a lease at once. Non-blocking."""
@@ -147,10 +147,17 @@ class LoraBackend(Protocol):
         ...
 
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
-        """y[:num_rows] += delta, in place; waits at most the site deadline. Raises StepLost.
+        """y[:num_rows] += delta, in place; waits at most the site deadline. StepLost: here, or in `verify`.
 
         Rows whose adapter has a column scale here are multiplied by it first: y = y * factors + delta.
         y is [T, out]; for MOE_GATE_UP [T, k, 2f]; for MOE_DOWN [T, h], already router-weighted and summed.
+        """
+        ...
+
+    def verify(self) -> None:
+        """Call it before what was computed since the last call is told. Raises StepLost where a delta did not come.
+
+        Where a device adds them, `add` has only launched that: this waits until it has run, as long as `add` may.
         """
         ...
 

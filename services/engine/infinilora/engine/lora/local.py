@@ -156,6 +156,9 @@ class LocalLora:
         except AdapterError as error:
             raise StepLost(ticket.plan.layout.spans[rows.span].digests, error.message) from error
 
+    def verify(self) -> None:
+        """A delta that cannot be computed is told in `add`; on a device it runs before whatever reads y."""
+
     def end(self, plan: StepPlan) -> None:  # noqa: ARG002
         self._open_plans -= 1
 

@@ -54,6 +54,9 @@ class NoLora:
     def end(self, plan: StepPlan) -> None:
         """There is never a plan to end."""
 
+    def verify(self) -> None:
+        """Nothing was added."""
+
     def take_waits(self) -> dict[Site, float]:
         return {}
 

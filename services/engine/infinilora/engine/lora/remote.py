@@ -3,7 +3,7 @@
     asyncio loop                              step thread
       a GroupLink for every known group         want / drop / view            the book, under its lock
       reconcile(): book -> lease messages       begin / submit / add / end    the links' EngineEnds
-      messages  -> book
+      messages  -> book                         verify                        what devices added has come
 
 A link that dies takes its leases with it: they go back to WAITING and are asked of another group, or of the
 same one when it is back. A step that waited on it gets StepLost and is run again.
@@ -33,7 +33,7 @@ from infinilora.engine.lora.interface import (
     StepPlan,
     Ticket,
 )
-from infinilora.engine.lora.layout import Layout, Span
+from infinilora.engine.lora.layout import Layout
 from infinilora.engine.lora.offers import GroupOffers
 from infinilora.engine.lora.scales import column_scales, read_scale, scale_rows
 from infinilora.link.errors import LinkClosed, LinkError, LinkNotOpened, LinkRefused
@@ -110,6 +110,8 @@ class RemoteLora:
         self._recent: list[StepCalls] = []
         self._steps = 0
         self._open_plans = 0
+        self._unverified: dict[GroupLink, set[Digest]] = {}
+        """Whose deltas were asked for over a link since `verify`, and not found lost before it."""
         self._has_narrowed = False
 
     # The asyncio loop: fleet, links, lease messages ------------------------------------------------
@@ -159,7 +161,7 @@ class RemoteLora:
                     await self._live(link)
                     logger.warning("link ended", extra={"group": name, "reason": link.reason})
                     if name in self._groups:
-                        self._offers.failed(group, link.backend, link.reason)
+                        self._offers.failed(group, link.backend, link.reason, was_open=True)
             except (InfiniLoraError, OSError) as error:
                 logger.warning("no link", extra={"group": name, "reason": str(error)})
                 if isinstance(error, LinkNotOpened):
@@ -287,7 +289,11 @@ class RemoteLora:
         self._open_plans += 1
         calls = self._calls_of(tuple(rows))
         gone = {link for link, segments in calls.plans if not self._send_plan(link, segments, trace or NO_TRACE)}
-        return RemotePlan(self._steps, calls.without(gone) if gone else calls)
+        calls = calls.without(gone) if gone else calls
+        for span, link in zip(calls.layout.spans, calls.links, strict=True):
+            if link is not None:
+                self._unverified.setdefault(link, set()).update(span.digests)
+        return RemotePlan(self._steps, calls)
 
     def _calls_of(self, rows: tuple[AdapterRows, ...]) -> StepCalls:
         """Those of the last step with these rows, as long as its links are the ones of now."""
@@ -342,17 +348,37 @@ class RemoteLora:
             raise StepLost(part.span.digests, f"the link to group {part.span.group} was gone")
         try:
             return part.wait(y, deadline_s)
-        except LinkRefused as error:
-            self._ask_again(part.span, error)
-            raise StepLost(part.span.digests, error.message) from error
         except LinkError as error:
-            self._break(part.link, error)
+            self._unverified.get(part.link, set()).difference_update(part.span.digests)
+            self._failed(part.link, part.span.digests, error)
             raise StepLost(part.span.digests, error.message) from error
 
-    def _ask_again(self, span: Span, error: LinkRefused) -> None:
+    def verify(self) -> None:
+        """One wait for each link of the steps since the last time. A link that fails loses all rows that used it."""
+        unverified, self._unverified = self._unverified, {}
+        lost, reasons = set[Digest](), list[str]()
+        for link, digests in unverified.items():
+            try:
+                for end in link.ends:
+                    end.verify()
+            except LinkError as error:
+                self._failed(link, frozenset(digests), error)
+                lost |= digests
+                reasons.append(error.message)
+        if lost:
+            raise StepLost(frozenset(lost), "; ".join(reasons))
+
+    def _failed(self, link: GroupLink, digests: frozenset[Digest], error: LinkError) -> None:
+        """A refusal leaves the link whole; anything else is its end."""
+        if isinstance(error, LinkRefused):
+            self._ask_again(link.group, digests, error)
+        else:
+            self._break(link, error)
+
+    def _ask_again(self, group: str, digests: frozenset[Digest], error: LinkRefused) -> None:
         """The server does not (or not yet) grant what we took for granted: have the leases told anew."""
         if error.refusal.code == AdapterFailed.code:
-            self._book.ask_again(span.group, span.digests)
+            self._book.ask_again(group, digests)
             self._wake_loop()
 
     def _break(self, link: GroupLink, error: LinkError) -> None:

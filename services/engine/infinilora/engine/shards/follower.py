@@ -103,7 +103,7 @@ class Follower:
         missing = {digest for digest, row in zip(digests, rows, strict=True) if row is None}
         plan = self._lora.begin([row for row in rows if row is not None])
         try:
-            losses = self._run(flow, plan, step)
+            losses = [*self._run(flow, plan, step), self._late_loss()]
         finally:
             self._lora.take_waits()  # the head's are reported
             if plan is not None:
@@ -120,6 +120,14 @@ class Follower:
         deltas = CarriedDeltas(self._lora, plan)
         self._decoder.run(flow, deltas, until=step.until)
         return [deltas.loss]
+
+    def _late_loss(self) -> StepLost | None:
+        """What did not come of its deltas, though the step is through."""
+        try:
+            self._lora.verify()
+        except StepLost as loss:
+            return loss
+        return None
 
     def _flow(self, step: Step) -> Flow:
         """The flow of a step; those that the head has let go are forgotten."""

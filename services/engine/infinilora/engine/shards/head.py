@@ -108,6 +108,10 @@ class HeadLora:
     def add(self, ticket: Ticket | None, y: Tensor) -> None:
         self._own.add(ticket, y)
 
+    def verify(self) -> None:
+        """The head's own: a follower has verified its part before all agreed on what was lost."""
+        self._own.verify()
+
     def end(self, plan: StepPlan) -> None:
         assert isinstance(plan, HeadPlan)
         self._own.end(plan.own)
