@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.pool.device import HostDevice
 from infinilora.pool.execute import Grants, SiteCall, StepWork, execute
 from infinilora.pool.follower import FollowerPool
 from infinilora.pool.group import Order, OtherShards
@@ -21,6 +22,7 @@ from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.protocol.shards import HEAD, Shape, Sharding
 from infinilora.runtime.blob_store import BlobStore
+from support.late_device import LateDevice, LateKernels
 
 
 class Carrier:
@@ -85,7 +87,9 @@ class GroupOfPools:
         num_slots: int = 8,
         host_bytes: int = 0,
         kernels: Callable[[], PoolKernels] | None = None,
+        follower_device: LateDevice | None = None,
     ) -> None:
+        """`follower_device`: of all shards but the head, which is a host."""
         self.card = card
         self.sharding = Sharding(shape, card.num_layers, card.sites)
         self.deaths: list[BaseException] = []
@@ -93,8 +97,12 @@ class GroupOfPools:
         self.down = [Carrier() for _ in range(shape.num_shards)]
         made = kernels or (lambda: SlotKernels(num_slots=num_slots, num_layers=card.num_layers + 1))
 
+        def made_for(shard: int) -> PoolKernels:
+            return made() if follower_device is None or shard == HEAD else LateKernels(follower_device)
+
         def config(shard: int) -> PoolConfig:
             return PoolConfig(
+                device=HostDevice() if follower_device is None or shard == HEAD else follower_device,
                 base=card.fingerprint,
                 num_layers=card.num_layers,
                 capacity_bytes=capacity_bytes,
@@ -111,13 +119,13 @@ class GroupOfPools:
                 config(shard),
                 Share.of_group(self.sharding, shard),
                 blobs,
-                made(),
+                made_for(shard),
                 ToHead(shard, self.up[shard], lambda: self.head),
                 on_death=self.deaths.append,
             )
             for shard in range(1, shape.num_shards)
         }
-        self.head = AdapterPool(config(HEAD), blobs, made(), on_death=self.deaths.append, others=self.others)
+        self.head = AdapterPool(config(HEAD), blobs, made_for(HEAD), on_death=self.deaths.append, others=self.others)
 
     def _send(self, shard: int, order: Order) -> None:
         self.down[shard].put(partial(self.followers[shard].obey, order))

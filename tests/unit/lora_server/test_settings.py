@@ -27,7 +27,7 @@ def test_what_is_not_said_is_derived(environment: pytest.MonkeyPatch) -> None:
     assert settings.id == "g"
     assert settings.slots == 100
     assert settings.cache == Path(".var/cache")
-    assert settings.link_backends == ("shm", "tcp")
+    assert settings.link_backends == ("cuda", "shm", "tcp"), "the first where the device is one"
 
 
 def test_back_ends_are_a_comma_list(environment: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,15 @@ def test_back_ends_are_a_comma_list(environment: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("LINK_BACKENDS", "rdma"), ("POOL_BYTES", "1"), ("THREADS", "0"), ("DEVICE", "tpu")]
+    ("name", "value"),
+    [
+        ("LINK_BACKENDS", "rdma"),
+        ("LINK_BACKENDS", "cuda,shm"),
+        ("POOL_BYTES", "1"),
+        ("THREADS", "0"),
+        ("DEVICE", "tpu"),
+        ("DEVICE", "cuda:x"),
+    ],
 )
 def test_nonsense_is_refused_by_name(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str

@@ -216,6 +216,8 @@ class CudaMemory:
 
     def use_own_stream(self) -> None:
         torch.cuda.set_device(self.device)
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            return  # it has one
         torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
 

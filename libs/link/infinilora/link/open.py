@@ -26,6 +26,7 @@ import torch
 from infinilora.link import shm, tcp
 from infinilora.link.ends import NARROW_LIMIT_BYTES, EngineEnd, ServerEnd
 from infinilora.link.frame import MAX_RUNS
+from infinilora.link.hosted import HostedEnd
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
 from infinilora.link.narrow import Narrowing
@@ -72,6 +73,8 @@ class LinkSettings:
     narrow_limit_bytes: int = NARROW_LIMIT_BYTES
     cuda: "Regions | None" = None
     rdma: "Fabric | None" = None
+    is_on_device: bool = False
+    """Of an engine: its activations are not in host memory, and are carried there for links that have nothing else."""
 
 
 class Offers:
@@ -246,15 +249,16 @@ def attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, *, 
 
 
 def _attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, timeout_s: float) -> EngineEnd:
+    end_type = HostedEnd if settings.is_on_device else EngineEnd
     match chosen.get("backend"):
         case "shm":
-            return shm.engine_end(_ring_file(chosen, secret, settings), spin_s=settings.spin_s)
+            return shm.engine_end(_ring_file(chosen, secret, settings), spin_s=settings.spin_s, make=end_type)
         case "tcp":
             sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
             num_buffers, buffer_bytes = int(chosen["num_buffers"]), int(chosen["buffer_bytes"])
             if settings.narrowing != "never":
                 logger.info("link opened narrow", extra={"asked": settings.narrowing, "granted": "narrow" in chosen})
-            return EngineEnd(
+            return end_type(
                 tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes),
                 narrowing=settings.narrowing if chosen.get("narrow") == I8 else "never",
                 narrow_limit_bytes=settings.narrow_limit_bytes,
@@ -285,6 +289,19 @@ def fabric_of(backends: Collection[str], device: torch.device) -> "Fabric | None
         return rdma_nixl.nixl_fabric(device)
     except Unavailable as error:
         logger.warning("rdma links are not offered", extra={"reason": error.message})
+        return None
+
+
+def regions_of(backends: Collection[str], device: torch.device) -> "Regions | None":
+    """What a process lends to cuda links where it computes on CUDA and names them; None, and why in the log, else."""
+    if "cuda" not in backends or device.type != "cuda":
+        return None
+    from infinilora.link.cuda_driver import CudaMemory, Regions
+
+    try:
+        return Regions(CudaMemory(device))
+    except Unavailable as error:
+        logger.warning("cuda links are not offered", extra={"reason": error.message})
         return None
 
 

@@ -14,12 +14,14 @@ def is_available() -> bool:
     return native.load() is not None or can_order_stores()
 
 
-def engine_end(ring: RingFile, *, spin_s: float = SPIN_S, is_native: bool = True) -> EngineEnd:
+def engine_end(
+    ring: RingFile, *, spin_s: float = SPIN_S, is_native: bool = True, make: type[EngineEnd] = EngineEnd
+) -> EngineEnd:
     """The engine's end of a mapped link file; without the native library, or when told so, in Python."""
     library = native.load() if is_native else None
     if library is None:
-        return EngineEnd(PythonEnginePort(ring))
-    return EngineEnd(NativeEnginePort(RingLibrary(library), ring, spin_s=spin_s))
+        return make(PythonEnginePort(ring))
+    return make(NativeEnginePort(RingLibrary(library), ring, spin_s=spin_s))
 
 
 def server_end(ring: RingFile, *, spin_s: float = SPIN_S, is_native: bool = True) -> ServerEnd:

@@ -1,8 +1,10 @@
 """Run one site of one step, and never with the wrong adapter.
 
 `Grants` are what one holder may compute with. They are its lease table as the execution sees it: a slot's memory is
-given back only after its grant is gone, and a grant goes only between two executions of that holder. So while a kernel
-runs, what it reads belongs to the tenancy that the plan named. `StepWork` is a plan: which rows use which tenancy.
+given back only after its grant is gone, and a grant goes only between two executions of that holder. On a device that
+runs what is launched later, it goes with the events of what was launched under it, and the memory goes after these.
+So while a kernel runs, what it reads belongs to the tenancy that the plan named. `StepWork` is a plan: which rows use
+which tenancy.
 """
 
 import threading
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from infinilora.kernels.batch import segment_table
 from infinilora.kernels.step import NativeStep
+from infinilora.pool.device import Device, Event, HostDevice, Stream
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, AdapterLoading, InvalidRequest
 
@@ -72,9 +75,12 @@ class Grants:
     lock, is told of every change, and its running kernel is waited for as one under the lock is.
     """
 
-    def __init__(self, on_step: OnStep | None = None) -> None:
+    def __init__(self, on_step: OnStep | None = None, device: Device | None = None) -> None:
         self.lock = threading.Lock()
         self._on_step = on_step
+        self.device = device or HostDevice()
+        self._streams: set[Stream] = set()
+        """Of a device that runs launches later: where this holder's are."""
         self.version = 0
         self._granted: dict[int, tuple[int, int]] = {}
         self._native: NativeStep | None = None
@@ -97,16 +103,28 @@ class Grants:
         if self._native:
             self._native.moved(self.version)
 
-    def revoke(self, slot: int) -> None:
-        """Forbid the slot. Returns when no execution of this holder runs."""
+    def launching(self) -> None:
+        """This thread is about to launch what reads granted memory. With `lock` held."""
+        if not self.device.is_host:
+            self._streams.add(self.device.stream())
+
+    def revoke(self, slot: int) -> tuple[Event, ...]:
+        """Forbid the slot. Returns when no execution of this holder runs; all that it launched has run by these."""
         with self.lock:
             self._granted.pop(slot, None)
             self._shut()
+            return self._launched()
 
-    def revoke_all(self) -> None:
+    def revoke_all(self) -> dict[int, tuple[Event, ...]]:
+        """Forbid every slot, each as `revoke` does."""
         with self.lock:
+            slots = list(self._granted)
             self._granted.clear()
             self._shut()
+            return dict.fromkeys(slots, self._launched())
+
+    def _launched(self) -> tuple[Event, ...]:
+        return tuple(stream.event() for stream in self._streams)
 
     def _shut(self) -> None:
         self.version += 1
@@ -165,8 +183,9 @@ class StepWork:
     def named(self, rows: Tensor) -> Tensor:
         """Int32 [n, 3]: the segments that these rows of the step are in, counted from the first of them.
 
-        rows int32 [k], in order; InvalidRequest where they are not.
+        rows int32 [k], in order; InvalidRequest where they are not. On a device this waits for them.
         """
+        rows = rows.cpu()
         if len(rows) and bool((rows[1:] < rows[:-1]).any()):
             raise InvalidRequest("the rows that a site call names are not in order")
         edges = torch.tensor([(s.row_start, s.row_start + s.rows) for s in self.segments], dtype=torch.int32)
@@ -216,6 +235,7 @@ def execute(kernels: SiteKernels, grants: Grants, work: StepWork, call: SiteCall
     """
     with grants.lock:
         work.require(grants, call.layer)
+        grants.launching()
         table = work.window(call.row_start, call.x.shape[0]) if call.rows is None else work.named(call.rows)
         match call.site:
             case Site.MOE_GATE_UP:

@@ -7,6 +7,7 @@ slot_generation: the head grants, and empties a slot only when nobody leases it.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,9 +15,9 @@ import torch
 from infinilora.pool.execute import Grants
 from infinilora.pool.group import EmptySlot, ForgetDigest, Order, StageSlot
 from infinilora.pool.loader import Lanes, Loader, Target
-from infinilora.pool.memory import adapter_memory
 from infinilora.pool.pages import PAGE_BYTES
 from infinilora.pool.pool import PoolConfig, PoolKernels, PoolLoad, tiers_of
+from infinilora.pool.retire import RetireQueue
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.share import Share
 from infinilora.protocol.adapter import Manifest
@@ -61,24 +62,26 @@ class FollowerPool:
     ) -> None:
         """`config.share` is this one."""
         self.kernels = kernels
+        self.device = config.device
         self._share = share
         self._config = config
         self._listener = listener
         self._lock = threading.Lock()
-        self._memory = adapter_memory(config.capacity_bytes, config.device)
+        self._memory = config.device.allocate(config.capacity_bytes)
+        self._retiring = RetireQueue(on_death)
         self._tenancies: dict[int, _Tenancy] = {}
         self._slots: dict[Digest, int] = {}
         self._grants: dict[str, Grants] = {}
         self._tiers = tiers_of(config, blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
-        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death)
+        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death, device=config.device)
 
     # For links -----------------------------------------------------------------------------------
 
     def grants(self, holder: str) -> Grants:
         """What this link may compute with: everything that is here, as it comes and goes."""
         with self._lock:
-            grants = self._grants.setdefault(holder, Grants())
+            grants = self._grants.setdefault(holder, Grants(device=self._config.device))
             for slot, tenancy in self._tenancies.items():
                 if tenancy.layers_ready and not tenancy.is_leaving:
                     grants.grant(slot, tenancy.slot_generation, tenancy.layers_ready)
@@ -87,7 +90,8 @@ class FollowerPool:
     def drop(self, holder: str) -> None:
         with self._lock:
             if grants := self._grants.pop(holder, None):
-                grants.revoke_all()
+                for slot, events in grants.revoke_all().items():
+                    self._retiring.note(slot, events)
 
     # For the head --------------------------------------------------------------------------------
 
@@ -128,6 +132,7 @@ class FollowerPool:
     def close(self) -> None:
         """Stop all threads."""
         self._loader.close()
+        self._retiring.close()
         self._tiers.close()
 
     # From the loader's threads -------------------------------------------------------------------
@@ -173,7 +178,7 @@ class FollowerPool:
 
     def stopped(self, target: Target) -> None:
         with self._lock:
-            self._clear(target.slot)
+            self._empty(target.slot)
 
     # Under the lock ------------------------------------------------------------------------------
 
@@ -191,9 +196,18 @@ class FollowerPool:
         tenancy.is_leaving = True
         del self._slots[tenancy.digest]
         for grants in self._grants.values():
-            grants.revoke(order.slot)
+            self._retiring.note(order.slot, grants.revoke(order.slot))
         if self._loader.cancel(tenancy.digest):
-            self._clear(order.slot)
+            self._empty(order.slot)
+
+    def _empty(self, slot: int) -> None:
+        """Now, or once all that was launched with the tenancy has run."""
+        if not self._retiring.hold(slot, partial(self._retired, slot)):
+            self._clear(slot)
+
+    def _retired(self, slot: int) -> None:
+        with self._lock:
+            self._clear(slot)
 
     def _clear(self, slot: int) -> None:
         tenancy = self._tenancies.pop(slot)

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from infinilora.pool.device import Device
 from infinilora.pool.execute import Grants, OnStep
+from infinilora.pool.retire import RetireQueue
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.tenancy import Slot
 from infinilora.protocol.errors import InfiniLoraError
@@ -52,8 +54,10 @@ class _Holder:
 class Holders:
     """Each holder's grants say the same as what it was last told."""
 
-    def __init__(self, on_step: OnStep | None = None) -> None:
-        """`on_step` is told the slots of each step of each holder."""
+    def __init__(self, retiring: RetireQueue, device: Device, on_step: OnStep | None = None) -> None:
+        """`retiring` is told what a holder has launched when it loses a slot; `on_step` the slots of each step."""
+        self._retiring = retiring
+        self._device = device
         self._on_step = on_step
         self._holders: dict[str, _Holder] = {}
 
@@ -69,12 +73,13 @@ class Holders:
         if known := self._holders.get(holder):
             known.listeners.pop(digest, None)
             if slot:
-                known.grants.revoke(slot.index)
+                self._retiring.note(slot.index, known.grants.revoke(slot.index))
 
     def gone(self, holder: str) -> None:
         """It may compute with nothing any more."""
         if known := self._holders.pop(holder, None):
-            known.grants.revoke_all()
+            for slot, events in known.grants.revoke_all().items():
+                self._retiring.note(slot, events)
 
     def tell(self, slot: Slot, layer_sites: tuple[int, ...], scales: AdapterScales, *, only: str | None = None) -> None:
         """Grant what the slot has to its holders (or to one), and say so."""
@@ -98,8 +103,8 @@ class Holders:
         for name in names:
             holder = self._holders[name]
             if slot:
-                holder.grants.revoke(slot.index)
+                self._retiring.note(slot.index, holder.grants.revoke(slot.index))
             holder.listeners.pop(digest)(LeaseState(digest, error=error))
 
     def _of(self, holder: str) -> _Holder:
-        return self._holders.setdefault(holder, _Holder(Grants(self._on_step), {}))
+        return self._holders.setdefault(holder, _Holder(Grants(self._on_step, self._device), {}))

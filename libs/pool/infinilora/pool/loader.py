@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from infinilora.kernels.allocation import is_out_of_memory
 from infinilora.kernels.batch import SiteWeights
 from infinilora.pool.bind import site_weights
+from infinilora.pool.device import Device, HostDevice
 from infinilora.pool.pace import Pace
 from infinilora.pool.tiers import NotNear, PackedSource, Tiers
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded, Unavailable
@@ -104,8 +104,10 @@ class Loader:
         lanes: Lanes,
         on_death: Callable[[BaseException], None],
         pace: Pace | None = None,
+        device: Device | None = None,
     ) -> None:
         self._tiers = tiers
+        self._device = device or HostDevice()
         self._pace = pace or Pace()
         self._kernels = kernels
         self._listener = listener
@@ -228,7 +230,7 @@ class Loader:
     def _load_layer(self, load: _Load, source: PackedSource, target: Target) -> None:
         layer, started = load.next_layer, time.monotonic()
         data = target.layers[layer]
-        _read_layer(source, layer, data)
+        _read_layer(source, layer, data, self._device)
         at = 0
         for entry, _, num_bytes in packed_ranges(source.header, layer):
             parts = site_weights(entry, source.header.manifest.dtype, data[at : at + num_bytes])
@@ -296,14 +298,16 @@ def _close(load: _Load) -> None:
         load.source = None
 
 
-def _read_layer(source: PackedSource, layer: int, target: Tensor) -> None:
-    """Read into the pool's memory: out of the host tier if there is one, else straight on a CPU or through a buffer."""
+def _read_layer(source: PackedSource, layer: int, target: Tensor, device: Device) -> None:
+    """Read into the pool's memory: out of the host tier if there is one, else straight on a host or through a buffer.
+
+    When it returns the layer is there: a device's copy is waited for, so that ready means ready for every stream.
+    """
     held = source.hold_layer(layer)
-    if held is not None:
-        target.copy_(held)
-    elif target.device.type == "cpu":
+    if held is None and device.is_host:
         source.read_layer(layer, target.numpy().data)
-    else:
-        host = torch.empty(target.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        source.read_layer(layer, host.numpy().data)
-        target.copy_(host)
+        return
+    if held is None:
+        held = device.host_buffer(target.numel())
+        source.read_layer(layer, held.numpy().data)
+    device.fill(target, held).wait()

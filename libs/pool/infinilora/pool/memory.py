@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 
-def adapter_memory(num_bytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Bytes of no certain value on `device`: uint8 [num_bytes], on a CPU from a page's start.
+def adapter_memory(num_bytes: int) -> Tensor:
+    """Bytes of no certain value in host memory: uint8 [num_bytes], from a page's start.
 
-    What nobody has touched costs no memory on a CPU: a capacity is a limit, not a reservation. There it is in large
-    pages where the system has them: a kernel reads short rows that lie far apart, each page of them once.
+    What nobody has touched costs no memory: a capacity is a limit, not a reservation. It is in large pages where the
+    system has them: a kernel reads short rows that lie far apart, each page of them once.
     """
-    if torch.device(device).type != "cpu":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are a file's: small
     if sys.platform == "linux":
         with suppress(OSError):  # a kernel without large pages

@@ -9,7 +9,6 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from infinilora.pool.memory import adapter_memory
@@ -39,15 +38,14 @@ class PageArena:
         capacity_bytes: int,
         *,
         page_bytes: int = PAGE_BYTES,
-        device: torch.device | str = "cpu",
         memory: Tensor | None = None,
     ) -> None:
-        """Over `memory` (uint8, at least `capacity_bytes` of it), or over memory of its own on `device`."""
+        """Over `memory` (uint8, at least `capacity_bytes` of it), or over memory of its own on the host."""
         self.page_bytes = page_bytes
         self.num_pages = capacity_bytes // page_bytes
         if self.num_pages < 1:
             raise InvalidRequest(f"pool_bytes is {capacity_bytes}; wanted at least one page of {page_bytes}")
-        self._bytes = adapter_memory(self.num_pages * page_bytes, device) if memory is None else memory
+        self._bytes = adapter_memory(self.num_pages * page_bytes) if memory is None else memory
         self._free = [_Extent(0, self.num_pages)]
 
     @property

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from infinilora.pool.backoff import RETRY_S, Failures
 from infinilora.pool.cache import DiskCache
+from infinilora.pool.device import Device, HostDevice
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.group import OtherShards
 from infinilora.pool.holders import Holders, LeaseState, OnChange
@@ -24,6 +24,7 @@ from infinilora.pool.host import HostTier
 from infinilora.pool.loader import Binder, Lanes, Loader, Target
 from infinilora.pool.pace import Pace
 from infinilora.pool.pages import PageArena, Run
+from infinilora.pool.retire import RetireQueue
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.share import Share
 from infinilora.pool.slots import SlotTable
@@ -69,7 +70,7 @@ class PoolConfig:
     fetch_threads: int = 4
     load_share: float = 1.0
     """Of one core, for all loads together, while rows of resident adapters are served; 1: loads never wait."""
-    device: torch.device | str = "cpu"
+    device: Device = field(default_factory=HostDevice)
     retry_s: float = RETRY_S
     """How long an adapter that failed is left alone at first (backoff.py)."""
     limits: Limits = field(default_factory=Limits)
@@ -115,12 +116,13 @@ class AdapterPool:
     ) -> None:
         """`others`: of the group that this pool is the head of."""
         self.kernels = kernels
+        self.device = config.device
         self._config = config
         self._others = others
         self._watch = watch or NoWatch()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._arena = PageArena(config.capacity_bytes, device=config.device)
+        self._arena = PageArena(config.capacity_bytes, memory=config.device.allocate(config.capacity_bytes))
         self._table = SlotTable(
             num_slots=config.num_slots,
             capacity_bytes=self._arena.capacity_bytes,
@@ -130,7 +132,8 @@ class AdapterPool:
         )
         self._runs: dict[int, tuple[Run, ...]] = {}
         self._wanted: dict[Digest, _Wanted] = {}
-        self._holders = Holders(self._note_step)
+        self._retiring = RetireQueue(on_death)
+        self._holders = Holders(self._retiring, config.device, self._note_step)
         self._failures = Failures(config.retry_s)
         self._leaving: set[Digest] = set()
         self._gone: set[Digest] = set()
@@ -138,7 +141,9 @@ class AdapterPool:
         self._tiers = tiers_of(config, blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
         self._pace = Pace(config.load_share)
-        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death, pace=self._pace)
+        self._loader = Loader(
+            self._tiers, kernels, self, lanes=lanes, on_death=on_death, pace=self._pace, device=config.device
+        )
         self._on_death = on_death
         self._timer = threading.Thread(target=self._keep_time, name="pool-timer", daemon=True)
         self._timer.start()
@@ -292,6 +297,7 @@ class AdapterPool:
             self._wake.notify_all()
         self._timer.join()
         self._loader.close()
+        self._retiring.close()
         self._tiers.close()
 
     # From the step threads of holders ---------------------------------------------------------------
@@ -360,6 +366,13 @@ class AdapterPool:
     def stopped(self, target: Target) -> None:
         with self._lock:
             self._empty(target.slot, target.slot_generation)
+            self._carry_out(time.monotonic())
+
+    # From the retire queue -----------------------------------------------------------------------
+
+    def _retired(self, slot: int, slot_generation: int) -> None:
+        with self._lock:
+            self._clear(slot, slot_generation)
             self._carry_out(time.monotonic())
 
     # From the other shards of a group, whose head this is ------------------------------------------
@@ -458,6 +471,11 @@ class AdapterPool:
             self._empty(drain.slot, drain.slot_generation)
 
     def _empty(self, slot: int, slot_generation: int) -> None:
+        """Now, or once all that was launched with the tenancy has run."""
+        if not self._retiring.hold(slot, partial(self._retired, slot, slot_generation)):
+            self._clear(slot, slot_generation)
+
+    def _clear(self, slot: int, slot_generation: int) -> None:
         self.kernels.clear(slot)
         if self._others is None or self._others.emptied(HEAD, slot, slot_generation):
             self._vacate(slot, slot_generation)
@@ -535,8 +553,7 @@ class AdapterPool:
 
 
 def tiers_of(config: PoolConfig, blobs: BlobStore) -> Tiers:
-    is_pinned = torch.device(config.device).type == "cuda"
-    host = HostTier(config.host_bytes, is_pinned=is_pinned) if config.host_bytes else None
+    host = HostTier(config.host_bytes, is_pinned=not config.device.is_host) if config.host_bytes else None
     return Tiers(blobs, DiskCache(config.cache_dir, config.cache_bytes), host, config.share)
 
 

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import torch
-
 from infinilora.engine.assemble import LoadedModel
 from infinilora.engine.lora.choose import Group
 from infinilora.engine.lora.grouplink import Identity
@@ -21,7 +19,8 @@ from infinilora.engine.lora.none import NoLora
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.settings import Settings
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.open import LinkSettings, fabric_of
+from infinilora.link.open import LinkSettings, fabric_of, regions_of
+from infinilora.pool.device import open_device
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig, PoolLoad
 from infinilora.protocol.control import GroupLoad
@@ -114,10 +113,13 @@ async def open_lora(
 
 
 def _open_pool(settings: Settings, model: LoadedModel, blobs: BlobStore, service: Service) -> AdapterPool:
-    card, device = model.card, settings.device
+    card, device = model.card, open_device(settings.device)
     pool_bytes = settings.pool_bytes if settings.lora == "local" else settings.hybrid_bytes
     kernels = SlotKernels(
-        num_slots=settings.pool_slots, num_layers=card.num_layers + 1, device=device, threads=settings.threads
+        num_slots=settings.pool_slots,
+        num_layers=card.num_layers + 1,
+        device=device.torch_device,
+        threads=settings.threads,
     )
     config = PoolConfig(
         base=card.fingerprint,
@@ -168,6 +170,7 @@ async def _open_remote(
 
 
 def _link_settings(settings: Settings) -> LinkSettings:
+    device = open_device(settings.device)
     return LinkSettings(
         directory=settings.link_dir if "shm" in settings.link_backends else None,
         tcp_host="127.0.0.1" if "tcp" in settings.link_backends else None,
@@ -175,7 +178,9 @@ def _link_settings(settings: Settings) -> LinkSettings:
         buffer_bytes=settings.link_buffer_bytes,
         narrowing=settings.link_narrowing,
         narrow_limit_bytes=settings.link_narrow_limit_bytes,
-        rdma=fabric_of(settings.link_backends, torch.device(settings.device)),
+        cuda=regions_of(settings.link_backends, device.torch_device),
+        rdma=fabric_of(settings.link_backends, device.torch_device),
+        is_on_device=not device.is_host,
     )
 
 

@@ -30,6 +30,7 @@ from infinilora.engine.shards.choose import number_of_shards
 from infinilora.engine.shards.open import Head, head_of
 from infinilora.engine.timeline import TimedLora, Timeline
 from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
+from infinilora.pool.device import open_device
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Command, EngineLoad
 from infinilora.protocol.ids import Digest
@@ -50,6 +51,7 @@ EPOCH_AGAIN_S = 1.0
 async def serve(settings: Settings, service: Service) -> None:
     """Serve until a stop is asked for; then take nothing new, let what runs finish, and close."""
     torch.set_num_threads(1)  # the native pool has the others
+    open_device(settings.device)  # what is not there is said before a model is read
     timeline = Timeline() if settings.timeline else None
     async with AsyncExitStack() as stack:
         num_shards = await asyncio.to_thread(number_of_shards, settings)

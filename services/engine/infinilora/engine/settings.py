@@ -63,8 +63,9 @@ class Settings(Common):
     was measured to pay. Empty: `auto` on CUDA, `off` on a CPU, whose LoRA server shares its cores."""
 
     lora: Literal["remote", "local", "none"] = "remote"
-    link_backends: Annotated[tuple[Literal["shm", "rdma", "tcp"], ...], NoDecode] = ("shm", "tcp")
-    """Which links are offered. `rdma` needs the package nixl, and is untested on hardware."""
+    link_backends: Annotated[tuple[Literal["cuda", "shm", "rdma", "tcp"], ...], NoDecode] = ("cuda", "shm", "tcp")
+    """Which links are offered: `cuda` first, where `device` is one. `rdma` needs the package nixl. Both are untested on
+    hardware."""
     link_dir: Path | None = None
     """A directory (tmpfs) that LoRA servers of this host see too; None: no `shm`."""
     link_buffers: int = Field(default=32, ge=2)

@@ -20,8 +20,10 @@ from typing import Protocol
 
 from infinilora.link.ends import ServerEnd
 from infinilora.link.open import Opener, Opening
+from infinilora.lora_server.carried import CarryingKernels
 from infinilora.lora_server.outbox import Outbox
 from infinilora.lora_server.serve import LinkThread
+from infinilora.pool.device import Device
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import lora_pb2
@@ -57,6 +59,8 @@ class LinkedPool(Protocol):
 
     @property
     def kernels(self) -> SiteKernels: ...
+    @property
+    def device(self) -> Device: ...
     def grants(self, holder: str) -> Grants: ...
     def drop(self, holder: str) -> None: ...
 
@@ -87,6 +91,7 @@ class LoraServer:
         self._leases = pool if isinstance(pool, AdapterPool) else None
         self._others = others
         self._owns = owns
+        self._kernels = pool.kernels if pool.device.is_host else CarryingKernels(pool.kernels, pool.device)
         self._opener = opener
         self._service = service
         self._watchdog = watchdog
@@ -171,7 +176,7 @@ class LoraServer:
         outbox = Outbox(asyncio.get_running_loop(), computed_sites, scales_columns=hello.scales_columns)
         thread = LinkThread(
             end,
-            self._pool.kernels,
+            self._kernels,
             self._pool.grants(holder),
             name=f"link {holder}",
             traces=self._traces,

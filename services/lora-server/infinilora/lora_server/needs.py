@@ -22,8 +22,9 @@ def check_memory(settings: Settings) -> None:
 def terms_of(settings: Settings) -> list[Term]:
     threads = settings.loader_threads + settings.fetch_threads
     buffers = COUNTED_LINKS * (2 * settings.link_buffers + CALL_BUFFERS)
+    in_host = settings.device == "cpu"  # a device's memory is asked of the device
     terms = [
-        Term("adapters in the pool", settings.pool_bytes, "INFINILORA_POOL_BYTES"),
+        Term("adapters in the pool", settings.pool_bytes if in_host else 0, "INFINILORA_POOL_BYTES"),
         Term("links", buffers * settings.link_buffer_bytes, "INFINILORA_LINK_BUFFERS, INFINILORA_LINK_BUFFER_BYTES"),
         Term("loads", threads * READ_BYTES, "INFINILORA_LOADER_THREADS, INFINILORA_FETCH_THREADS"),
     ]

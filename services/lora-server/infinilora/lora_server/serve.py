@@ -3,6 +3,8 @@
     PLAN   which rows belong to which tenancy     remembered until the next
     SITE   rows of one site's input               executed against the holder's grants, answered in place
 
+A device's kernels are launched, on a stream of this thread's; where its own link carries the rows, so is the answer.
+
 Where the link is a ring and the kernels are native, site calls that need nothing but their plan are answered inside
 `recv`, without Python; here come those whose grants have moved since the plan, and the rest.
 
@@ -106,6 +108,7 @@ class LinkThread:
 
     def _run(self) -> None:
         try:
+            self._grants.device.use_own_stream()
             self._serve()
         except LinkClosed as closed:
             logger.info("link closed", extra={"link": self._thread.name, "reason": closed.message})

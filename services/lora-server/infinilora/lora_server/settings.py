@@ -36,7 +36,8 @@ class Settings(Common):
     metrics_listen: str = ""
     """`host:port` for Prometheus; empty: no metrics."""
 
-    device: Literal["cpu"] = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+    """Where adapters lie and deltas are computed: `cpu`, `cuda` (the first) or `cuda:N`, untested on hardware."""
     threads: int = Field(default=2, ge=1)
     rows_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How fast this shard is told to be, against those of other groups of its base; 0: measured at start (speed.py)."""
@@ -70,8 +71,9 @@ class Settings(Common):
     cache_bytes: int = Field(default=4 << 30, ge=0)
     """Of the whole directory, whoever wrote them. 0: no cache."""
 
-    link_backends: Annotated[tuple[Literal["shm", "rdma", "tcp"], ...], NoDecode] = ("shm", "tcp")
-    """Which links engines may open. `rdma` needs `tcp` beside it and the package nixl, and is untested on hardware."""
+    link_backends: Annotated[tuple[Literal["cuda", "shm", "rdma", "tcp"], ...], NoDecode] = ("cuda", "shm", "tcp")
+    """Which links engines may open: `cuda` where `device` is one. `cuda` and `rdma` need `tcp` beside them, `rdma` the
+    package nixl; both are untested on hardware."""
     link_dir: Path | None = None
     """A directory (tmpfs) that engines of this host see too; None: no `shm`."""
     link_host: str = "127.0.0.1"
@@ -88,8 +90,8 @@ class Settings(Common):
     @field_validator("link_backends")
     @classmethod
     def _has_headers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "rdma" in value and "tcp" not in value:
-            raise ValueError("rdma needs tcp beside it: its headers go over a socket")
+        if "tcp" not in value and (beside := [name for name in ("cuda", "rdma") if name in value]):
+            raise ValueError(f"{beside[0]} needs tcp beside it: its headers go over a socket")
         return value
 
     @field_validator("shape")

@@ -5,6 +5,7 @@ import logging
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shards import GroupFacts
+from infinilora.pool.device import Device, HostDevice
 from infinilora.pool.pool import PoolConfig
 from infinilora.pool.share import Share
 from infinilora.pool.tenancy import Limits
@@ -17,9 +18,10 @@ logger = logging.getLogger(__name__)
 class Shard:
     """One shard of a group of one base. `share` is None where the group is this process alone: it holds everything."""
 
-    def __init__(self, settings: Settings, card: BaseCard) -> None:
-        """Raises InvalidRequest for a shape that does not fit the base."""
+    def __init__(self, settings: Settings, card: BaseCard, device: Device | None = None) -> None:
+        """`device`: what the settings name. Raises InvalidRequest for a shape that does not fit the base."""
         self.settings = settings
+        self.device = device or HostDevice()
         self.card = card
         self.sharding = Sharding(Shape.parse(settings.shape), card.num_layers, card.sites)
         self.share = Share.of_group(self.sharding, settings.shard) if self.sharding.shape.num_shards > 1 else None
@@ -37,7 +39,7 @@ class Shard:
         """For this share: native code declines what is another shard's, so that it is refused in words."""
         settings, num_layers = self.settings, self.card.num_layers + 1
         kernels = SlotKernels(
-            num_slots=settings.slots, num_layers=num_layers, device=settings.device, threads=settings.threads
+            num_slots=settings.slots, num_layers=num_layers, device=self.device.torch_device, threads=settings.threads
         )
         if self.share:
             for layer in range(num_layers):
@@ -53,6 +55,7 @@ class Shard:
             extra={
                 "base": card.name,
                 "fingerprint": card.fingerprint,
+                "device": str(self.device.torch_device),
                 "pool_bytes": settings.pool_bytes,
                 "num_slots": settings.slots,
                 "slots_from": "setting" if settings.num_slots else "pool_bytes",
@@ -70,7 +73,7 @@ class Shard:
             loader_threads=settings.loader_threads,
             fetch_threads=settings.fetch_threads,
             load_share=settings.load_share,
-            device=settings.device,
+            device=self.device,
             retry_s=settings.load_retry_s,
             limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
             share=self.share,

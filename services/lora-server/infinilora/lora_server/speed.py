@@ -5,11 +5,13 @@ work than those of one with the hot, and what is given to it would follow from w
 """
 
 import time
+from functools import partial
 
 import torch
 
 from infinilora.kernels.batch import Part, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.pool.device import Device, HostDevice
 from infinilora.protocol.adapter import Site
 
 ADAPTERS, ROWS_EACH, RANK = 16, 2, 16
@@ -19,20 +21,22 @@ WIDER = 4
 TURNS = 200
 
 
-def measure_rows_per_s(hidden_dim: int, *, threads: int, device: str = "cpu") -> float:
+def measure_rows_per_s(hidden_dim: int, *, threads: int, device: Device | None = None) -> float:
     """By the shortest of several turns: what else the machine does makes turns longer, never shorter. Blocking."""
-    kernels = SlotKernels(num_slots=ADAPTERS, num_layers=1, device=device, threads=threads)
-    out_dim = WIDER * hidden_dim
+    device = device or HostDevice()
+    kernels = SlotKernels(num_slots=ADAPTERS, num_layers=1, device=device.torch_device, threads=threads)
+    ones, out_dim = partial(torch.ones, device=device.torch_device), WIDER * hidden_dim
     for slot in range(ADAPTERS):
-        part = Part(torch.ones(RANK, hidden_dim), torch.ones(RANK, out_dim), 1.0, 0)
+        part = Part(ones(RANK, hidden_dim), ones(RANK, out_dim), 1.0, 0)
         kernels.bind(slot, 0, Site.GATE_UP, (part,), hidden_dim, out_dim)
     segments = segment_table((slot * ROWS_EACH, ROWS_EACH, slot) for slot in range(ADAPTERS))
-    x = torch.ones(ADAPTERS * ROWS_EACH, hidden_dim)
-    out = torch.empty(len(x), out_dim)
+    x = ones(ADAPTERS * ROWS_EACH, hidden_dim)
+    out = x.new_empty(len(x), out_dim)
 
     def turn() -> float:
         started = time.perf_counter()
         kernels.dense(0, Site.GATE_UP, segments, x, out, accumulate=False)
+        device.stream().event().wait()
         return time.perf_counter() - started
 
     return len(x) / min(turn() for _ in range(TURNS))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinilora.link.open import LinkSettings, Opener, fabric_of
+from infinilora.link.open import LinkSettings, Opener, fabric_of, regions_of
 from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.follower import Following, ToHead
@@ -24,6 +24,7 @@ from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shard import Shard
 from infinilora.lora_server.shards import SHARDS, Followers
 from infinilora.lora_server.speed import measure_rows_per_s
+from infinilora.pool.device import open_device
 from infinilora.pool.follower import FollowerPool
 from infinilora.pool.group import OtherShards
 from infinilora.pool.news import follow_registrations
@@ -58,13 +59,14 @@ class _Around:
 async def serve(settings: Settings, service: Service) -> None:
     """Serve until a stop is asked for; then grant nothing new, let leases end, and close."""
     torch.set_num_threads(1)
+    device = open_device(settings.device)
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
         card = await find_card(settings.base, around.blobs, around.members)
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
         check_memory(settings)
-        shard = Shard(settings, card)
+        shard = Shard(settings, card, device)
         if settings.shard == HEAD:
             await _lead(shard, around, service, measured, stack)
         else:
@@ -143,7 +145,7 @@ async def _speed(shard: Shard) -> float:
     """What is told of it, else what is measured now."""
     settings, card = shard.settings, shard.card
     told = settings.rows_per_s
-    measure = partial(measure_rows_per_s, card.hidden_dim, threads=settings.threads, device=settings.device)
+    measure = partial(measure_rows_per_s, card.hidden_dim, threads=settings.threads, device=shard.device)
     rows_per_s = told or await asyncio.to_thread(measure)
     logger.info("speed", extra={"rows_per_s": round(rows_per_s), "from": "setting" if told else "measurement"})
     return rows_per_s
@@ -183,7 +185,7 @@ async def _links(
 ) -> AsyncIterator[tuple[str, LoraServer]]:
     """The door for engines, and `doors` beside it. `others`: where a head's other shards are."""
     settings = shard.settings
-    opener = Opener(_link_settings(settings))
+    opener = Opener(_link_settings(settings, shard.device.torch_device))
     traces = telemetry.setup(
         "lora-server",
         settings.otlp_endpoint,
@@ -217,14 +219,15 @@ async def _links(
         yield listening.address, server
 
 
-def _link_settings(settings: Settings) -> LinkSettings:
+def _link_settings(settings: Settings, device: torch.device) -> LinkSettings:
     return LinkSettings(
         directory=settings.link_dir if "shm" in settings.link_backends else None,
         tcp_host=settings.link_host if "tcp" in settings.link_backends else None,
         tcp_port=settings.link_port,
         num_buffers=settings.link_buffers,
         buffer_bytes=settings.link_buffer_bytes,
-        rdma=fabric_of(settings.link_backends, torch.device(settings.device)),
+        cuda=regions_of(settings.link_backends, device),
+        rdma=fabric_of(settings.link_backends, device),
     )
 
 
