@@ -32,7 +32,7 @@ lint: setup ## Format check and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .
 types: setup ## mypy --strict, by path; benchmarks import their neighbours
 	MYPYPATH=benchmarks $(PY) -m mypy $(ROOMS) tests benchmarks/*.py
-	MYPYPATH=benchmarks/gpu $(PY) -m mypy benchmarks/gpu
+	MYPYPATH=benchmarks/gpu:benchmarks $(PY) -m mypy benchmarks/gpu
 arch: setup ## Import contracts and layout
 	$(VENV)/bin/lint-imports && $(PY) -m pytest -q tests/architecture
 unit: setup ## Unit and property tests: no GPU, no network, about a minute
@@ -49,7 +49,7 @@ test: lint types arch unit kernels integration fuzz e2e ## Everything that needs
 soak: setup ## The randomised tests at full length
 	$(PY) -m pytest -q tests -m soak --timeout=7200
 gpu: setup ## Tests and benchmarks on this machine's GPU: make gpu
-	PYTHONPATH=benchmarks/gpu $(PY) benchmarks/gpu/run.py
+	PYTHONPATH=benchmarks/gpu:benchmarks $(PY) benchmarks/gpu/run.py
 
 up: setup ## Run everything here: make up [MODEL=smollm2-135m|smollm2-moe|/hf/dir] [PORT=8000] [LORA=remote|local]
 	@exec $(VENV)/bin/infinilora up --model $(MODEL) --port $(PORT) --lora $(LORA)

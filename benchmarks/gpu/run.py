@@ -14,9 +14,10 @@ import sys
 from device import ROOT, conditions, require_device
 
 TESTS = ["-m", "pytest", "-q", "tests/kernels", "-m", "not soak", "--timeout=600"]
-"""The suite's own kernel tests: on a device those marked `gpu` run, and the `cuda` link's run on it."""
+"""The suite's own kernel tests: on a device those marked `gpu` run, the services among them, and the `cuda` link's
+run on it."""
 
-BENCHMARKS = ("bench_kernels", "bench_cuda_link")
+BENCHMARKS = ("bench_kernels", "bench_cuda_link", "bench_services")
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
