@@ -43,6 +43,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = Limits(max_running=8, step_tokens=16)
 ASKED: dict[str, Any] = {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
 START_S = PATIENT_S = 60.0
+LATE_S = 0.02 if DEVICE == "cpu" else 20.0
+"""What a hanging server is waited for. A poll of the interpreter counts for 20 us and takes a thousand; a GPU may have to
+compile what another server answers with meanwhile."""
 
 
 class House:
@@ -136,7 +139,7 @@ async def test_rows_whose_deltas_a_hanging_server_owes_are_run_again_on_another_
             hanging.send_signal(signals.SIGUSR1)
             lora.placed = {lost: ("h",), kept: ("h",)}
             for clock in lora._clocks.values():
-                clock.deadline_s = 0.02
+                clock.deadline_s = LATE_S
             await asyncio.to_thread(engine.turn)
             for clock in lora._clocks.values():
                 clock.deadline_s = PATIENT_S

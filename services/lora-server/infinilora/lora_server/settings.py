@@ -56,7 +56,8 @@ class Settings(Common):
     """Of one core, for all loads together, while rows of resident adapters are served; a load is stretched to ten
     seconds at most. 1: loads never wait."""
     call_limit_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """A site call that computes for so long is stuck: the process ends itself, to be started again. 0: 8 s on a CPU."""
+    """A site call that computes for so long is stuck: the process ends itself, to be started again. 0: 8 s on a CPU;
+    60 s on CUDA, whose first calls compile kernels."""
     load_retry_s: float = Field(default=RETRY_S, gt=0, allow_inf_nan=False)
     """How long an adapter that could not be loaded is left alone; the pause doubles while it goes on failing, up to
     twenty times this."""
