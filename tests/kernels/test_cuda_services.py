@@ -44,8 +44,8 @@ LIMITS = Limits(max_running=8, step_tokens=16)
 ASKED: dict[str, Any] = {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
 START_S = PATIENT_S = 60.0
 LATE_S = 0.02 if DEVICE == "cpu" else 20.0
-"""What a hanging server is waited for. A poll of the interpreter counts for 20 us and takes a thousand; a GPU may have to
-compile what another server answers with meanwhile."""
+"""What a hanging server is waited for. A poll of the interpreter counts for 20 us and takes a thousand; on a GPU the
+other server may have to compile what it answers with meanwhile."""
 
 
 class House:
