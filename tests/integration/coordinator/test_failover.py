@@ -106,8 +106,16 @@ async def a_fleet(home: Path) -> AsyncIterator[Fleet]:
 
 
 async def settled(fleet: Fleet) -> None:
+    """Everything is placed and there, and stays where it is: a move writes a table before it and one after it."""
+    since: dict[int, int] = {}
+
     async def is_so() -> bool:
-        return {"g1", "g2"} <= fleet.latest.keys() and await fleet.is_served_by("g1", "g2")
+        if not ({"g1", "g2"} <= fleet.latest.keys() and await fleet.is_served_by("g1", "g2")):
+            since.clear()
+            return False
+        told = await fleet.placement()
+        is_once = sum(map(len, told.groups.values())) == len(ADAPTERS)
+        return is_once and fleet.seq("g1") - since.setdefault(told.revision, fleet.seq("g1")) >= DECIDED_BEATS
 
     await eventually(is_so, "everything is placed and there", 40)
 
