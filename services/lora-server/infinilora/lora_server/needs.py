@@ -1,7 +1,9 @@
 """What a LoRA server holds at the most, counted against the memory it may use before anything of it is allocated."""
 
+import torch
+
 from infinilora.lora_server.settings import Settings
-from infinilora.runtime.capacity import Term, check_fits, limits_now, tell, tightest
+from infinilora.runtime.capacity import Limit, Term, check_fits, limits_now, tell, tightest
 
 COUNTED_LINKS = 4
 """Engines that are counted to be linked."""
@@ -12,22 +14,27 @@ READ_BYTES = 16 << 20
 """What a load holds besides the memory it fills: what is read ahead, and a layer on its way (tiers.py)."""
 
 
-def check_memory(settings: Settings) -> None:
-    """Log the sum, or raise InvalidRequest with every term of it."""
-    terms, limit = terms_of(settings), tightest(limits_now(settings.memory_bytes))
-    check_fits(terms, limit)
-    tell(terms, limit)
+def check_memory(settings: Settings, device: torch.device) -> None:
+    """Log the sums, of this machine's memory and of the device's, or raise InvalidRequest with every term of one."""
+    in_host, on_device = terms_of(settings)
+    sums = [(in_host, tightest(limits_now(settings.memory_bytes)))]
+    if on_device:
+        free, all_bytes = torch.cuda.mem_get_info(device)
+        sums.append((on_device, Limit(f"the memory of {device}", all_bytes, all_bytes - free)))
+    for terms, limit in sums:
+        check_fits(terms, limit)
+        tell(terms, limit)
 
 
-def terms_of(settings: Settings) -> list[Term]:
+def terms_of(settings: Settings) -> tuple[list[Term], list[Term]]:
+    """In this machine's memory, and in that of a device beside it."""
     threads = settings.loader_threads + settings.fetch_threads
     buffers = COUNTED_LINKS * (2 * settings.link_buffers + CALL_BUFFERS)
-    in_host = settings.device == "cpu"  # a device's memory is asked of the device
+    pool = [Term("adapters in the pool", settings.pool_bytes, "INFINILORA_POOL_BYTES")]
     terms = [
-        Term("adapters in the pool", settings.pool_bytes if in_host else 0, "INFINILORA_POOL_BYTES"),
         Term("links", buffers * settings.link_buffer_bytes, "INFINILORA_LINK_BUFFERS, INFINILORA_LINK_BUFFER_BYTES"),
         Term("loads", threads * READ_BYTES, "INFINILORA_LOADER_THREADS, INFINILORA_FETCH_THREADS"),
     ]
     if settings.host_bytes:
         terms.append(Term("adapters in host memory", settings.host_bytes, "INFINILORA_HOST_BYTES"))
-    return terms
+    return (pool + terms, []) if settings.device == "cpu" else (terms, pool)

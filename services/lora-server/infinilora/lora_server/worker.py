@@ -65,7 +65,7 @@ async def serve(settings: Settings, service: Service) -> None:
         card = await find_card(settings.base, around.blobs, around.members)
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
-        check_memory(settings)
+        check_memory(settings, device.torch_device)
         shard = Shard(settings, card, device)
         if settings.shard == HEAD:
             await _lead(shard, around, service, measured, stack)
