@@ -29,7 +29,7 @@ def test_a_run_is_recorded_and_simulated(tmp_path: Path) -> None:
     rows = record["requests"]
     assert len(rows) == 12
     assert len(record["adapter_bytes"]) == 2
-    assert record["fleet"] == {"mode": "disaggregated", "engines": 1}
+    assert record["fleet"] == {"mode": "disaggregated", "engines": 1, "is_pool_warm": True}
     for row in rows:
         assert row["prompt"] == 5
         assert row["adapter"] in (0, 1)

@@ -22,7 +22,9 @@ def costs(
     *,
     fixed_s: float = 0.01,
     row_s: float = 0.001,
+    token_s: float = 0.0,
     context_s: float = 0.0,
+    floor_s: float = 0.0,
     local: tuple[float, float, float] = (0.0, 0.0, 0.0),
     remote: tuple[float, float, float] = (0.0, 0.0, 0.0),
     service: tuple[float, float, float] = (0.0, 0.0, 0.0),
@@ -40,7 +42,7 @@ def costs(
     return Costs(
         name="round numbers",
         is_measured=False,
-        base=BaseCost(number(fixed_s), number(row_s), number(context_s)),
+        base=BaseCost(*map(number, (fixed_s, row_s, token_s, context_s, floor_s))),
         local=line(local),
         remote=line(remote),
         service=line(service),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from infinilora.cli.__main__ import app
 from infinilora.cli.terminal import REFUSED
 from infinilora.planner.constants import FILE, read_constants
-from infinilora.planner.simulate.costs import CPU_FILE
+from infinilora.planner.simulate.costs import CPU_FILE, read_costs
 from infinilora.planner.simulate.load import Load
 from infinilora.planner.simulate.outcome import Slo
 from infinilora.planner.simulate.published import WAYS, costs_of, fleet_of, read_house
@@ -84,10 +84,10 @@ def test_a_file_says_all(tmp_path: Path) -> None:
 
 def record(tmp_path: Path, *, slower: float) -> Path:
     """One base request at a time, as the committed constants have it, all times stretched."""
-    base = json.loads(CPU_FILE.read_text())["base"]
-    fixed, row = base["fixed_s"]["value"], base["row_s"]["value"]
-    first_s = 0.005 + fixed + 8 * row
-    end_s = first_s - 0.005 + 9 * (fixed + row)
+    costs = read_costs(CPU_FILE)
+    prompt_s = costs.base.step_s(8, 1, 8)
+    first_s = costs.gateway_s.value + prompt_s
+    end_s = prompt_s + sum(costs.base.step_s(1, 1, 9 + n) for n in range(9))
     rows = [
         {
             "arrival_s": n * 5.0,

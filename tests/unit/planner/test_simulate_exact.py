@@ -48,6 +48,28 @@ def test_context_makes_each_step_longer_than_the_last() -> None:
     assert ended == [Ended(0, BASE, close(0.020), close(0.018), True)]
 
 
+def test_a_token_that_is_sampled_costs_what_a_row_of_a_prompt_does_not() -> None:
+    """5 rows, one token: 10 + 5 + 2 ms; then a row and a token each step: 13. A piece of a prompt samples nothing."""
+    ended, _ = play(fleet(), costs(token_s=0.002), asks((0.0, BASE, 5, 4)))
+    assert ended == [Ended(0, BASE, close(0.017), close(0.013), True)]
+    cut, _ = play(fleet(step_tokens=5), costs(token_s=0.002), asks((0.0, BASE, 12, 1)))
+    assert cut[0].ttft_s == close(0.042 + 0.002)
+
+
+def test_no_step_is_below_the_floor_but_context_adds_to_it() -> None:
+    """10 + 5 ms and then 10 + 1, of at least 14, and 0.1 ms for each of 5, 6, 7 known tokens."""
+    ended, _ = play(fleet(), costs(floor_s=0.014, context_s=0.0001), asks((0.0, BASE, 5, 3)))
+    assert ended == [Ended(0, BASE, close(0.0155), close(0.01465), True)]
+
+
+def test_a_warm_pool_has_the_first_adapters_that_fit() -> None:
+    """Room for two of 10 MB; the third is loaded in 10 ms, in place of one that nobody has."""
+    wanted = fleet(is_pool_warm=True, engine_bytes=20 * MB)
+    ended, world = play(wanted, costs(host=1e9, store=1e9), asks((0.0, 0, 5, 1), (1.0, 1, 5, 1), (2.0, 2, 5, 1)))
+    assert ttfts(ended) == [close(0.015), close(0.015), close(0.025)]
+    assert world.own["engine-000"].num_loads == 1
+
+
 def test_a_cold_adapter_is_fetched_and_staged_first() -> None:
     """Latency 5 ms, 10 MB at 100 MB/s from the store, at 1 GB/s into the pool meanwhile: 105 ms."""
     ended, world = play(fleet(), costs(latency_s=0.005), asks((0.0, 0, 5, 1), (1.0, 0, 5, 1)))

@@ -73,7 +73,8 @@ def record(  # noqa: PLR0913 - each is an option
             )
             rows = asyncio.run(_run(stack, made, arrivals))
             sizes = [(path / "adapter_model.safetensors").stat().st_size for path in made.values()]
-        fleet = {"mode": "coupled" if lora == "local" else "disaggregated", "engines": engines}
+        mode = "coupled" if lora == "local" else "disaggregated"
+        fleet = {"mode": mode, "engines": engines, "is_pool_warm": True}
         told = {"requests": rows, "fleet": fleet, "adapter_bytes": sizes, "arrivals": msgspec.to_builtins(arrivals)}
         out_file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
         out.print(f"{out_file}: {len(rows)} requests; hold a simulation against it: infinilora simulate compare")

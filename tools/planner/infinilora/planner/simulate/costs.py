@@ -1,6 +1,6 @@
 """What things take in the simulated fleet: straight lines whose numbers come, each with its source, from a JSON file.
 
-    base     fixed + rows x row + context x context                       tokens computed; tokens whose KV is read
+    base     max(floor, fixed + rows x row + tokens x token) + context x context      tokens computed, sampled, read
     deltas   fixed + rows x row + read bytes x byte                       of adapters; read: of each adapter once
     step     base + max(0, deltas + wait - hidden x base)                 the part of the base that deltas overlap with
     wait     rho / 2(1 - rho) services                                    at a group whose other engines keep it busy so
@@ -21,14 +21,18 @@ BUSIEST = 0.95
 
 
 class BaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step without adapters, seconds: of itself, for each row, for each token of context."""
+    """A step without adapters, seconds: of itself, for each row, each token sampled and told, each token of context."""
 
     fixed_s: Constant
     row_s: Constant
+    token_s: Constant
     context_s: Constant
+    floor_s: Constant
+    """Reading the weights: few rows take no less."""
 
-    def step_s(self, rows: int, context: int) -> float:
-        return self.fixed_s.value + rows * self.row_s.value + context * self.context_s.value
+    def step_s(self, rows: int, tokens: int, context: int) -> float:
+        line_s = self.fixed_s.value + rows * self.row_s.value + tokens * self.token_s.value
+        return max(self.floor_s.value, line_s) + context * self.context_s.value
 
 
 class DeltaCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,19 +105,30 @@ def read_costs(path: Path) -> Costs:
 
 
 def check_costs(costs: Costs, source: str) -> None:
-    for place, value in _numbers("", costs):
+    for place, constant in constants_of(costs):
+        value = constant.value
         least = 1e-12 if place.endswith("per_s") or place == "base.fixed_s" else 0.0
         if not least <= value < float("inf"):
             wanted = "a number above 0" if least else "0 or more"
             raise InvalidRequest(f"{source}: {place}: found {value:g}; wanted {wanted}", param="costs")
 
 
-def _numbers(prefix: str, part: msgspec.Struct) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+def constants_of(part: msgspec.Struct, prefix: str = "") -> list[tuple[str, Constant]]:
+    """Each with its place, as in `base.row_s`."""
+    found: list[tuple[str, Constant]] = []
     for name in part.__struct_fields__:
         value = getattr(part, name)
         if isinstance(value, Constant):
-            found.append((prefix + name, value.value))
+            found.append((prefix + name, value))
         elif isinstance(value, msgspec.Struct):
-            found += _numbers(f"{prefix}{name}.", value)
+            found += constants_of(value, f"{prefix}{name}.")
     return found
+
+
+def write_costs(costs: Costs, path: Path) -> None:
+    """As `read_costs` reads it. InvalidRequest where it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(costs), indent=2).decode() + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to write", param="out") from None

@@ -33,9 +33,10 @@ class EngineSize(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A step to be priced: tokens computed, tokens of context, and the adapters."""
+    """A step to be priced: tokens computed, tokens that come of it, tokens of context, and the adapters."""
 
     rows: int
+    tokens: int
     context: int
     digests: Mapping[Digest, int]
     """With the tokens computed of each."""
@@ -235,7 +236,7 @@ class SimEngine:
         steps = min(self._ends[0][0] - self._clock.steps, per_sequence * self._size.block_tokens - self._uncovered)
         if steps < 1:
             return False
-        work = self._work((s, 1) for s in running)
+        work = self._work(((s, 1) for s in running), len(running))
         more_s = self._cost.context_s() * len(running)
         self._stretch = Stretch(self._timeline.now, steps, self._cost.step_s(self.key, work), more_s)
         self._wake_at(self._stretch.after_s(steps))
@@ -255,7 +256,7 @@ class SimEngine:
         if plan.loading:
             seconds += self._begin_pass(plan.loading)
         if rows:
-            step_s = self._cost.step_s(self.key, self._work((r.sequence, r.count) for r in rows))
+            step_s = self._cost.step_s(self.key, self._work_of(rows))
             self.scheduler.observe(sum(r.count for r in rows), step_s)
             seconds += step_s
         if not rows and not plan.loading:
@@ -299,7 +300,7 @@ class SimEngine:
 
     def _begin_pass(self, rows: list[Rows]) -> float:
         """Its seconds are paid for now; it ends once the adapter is there as a whole, or is given up."""
-        seconds = self._cost.step_s(self.key, self._work((r.sequence, r.count) for r in rows))
+        seconds = self._cost.step_s(self.key, self._work_of(rows))
         done_s = self._timeline.now + seconds
         self._timeline.at(done_s, lambda: self._end_pass(rows))
         return seconds
@@ -336,7 +337,10 @@ class SimEngine:
             self._end_pass(rows)
         self.disturb()
 
-    def _work(self, rows: Iterable[tuple[Sequence, int]]) -> Work:
+    def _work_of(self, rows: list[Rows]) -> Work:
+        return self._work(((r.sequence, r.count) for r in rows), sum(r.reaches_end for r in rows))
+
+    def _work(self, rows: Iterable[tuple[Sequence, int]], tokens: int) -> Work:
         total = context = 0
         digests: dict[Digest, int] = {}
         needs_context = self._cost.needs_context
@@ -346,7 +350,7 @@ class SimEngine:
                 digests[sequence.digest] = digests.get(sequence.digest, 0) + num_rows
             if needs_context:
                 context += sequence.num_known
-        return Work(total, context, digests)
+        return Work(total, tokens, context, digests)
 
     @staticmethod
     def _counted(sequences: Iterable[Sequence]) -> "list[CountedSequence]":

@@ -47,6 +47,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """For adapters in host memory, beside each pool."""
     is_host_warm: bool = False
     """All adapters are there at the start, as far as they fit."""
+    is_pool_warm: bool = False
+    """They are in every pool at the start, the first adapters first, as far as they fit."""
     heartbeat_s: float = 0.5
     detect_s: float = 0.05
     """From a death to the first retry elsewhere: the connection ends at once."""

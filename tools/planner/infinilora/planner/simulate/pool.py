@@ -54,6 +54,19 @@ class SimPool:
         for digest in digests:
             self._keep(digest)
 
+    def warm_pool(self, digests: list[Digest]) -> None:
+        """Have these in the pool, from the first on, as far as they fit; none counts as loaded."""
+        now = self._timeline.now
+        for digest in digests:
+            self.table.stage(digest)
+            self.table.sized(digest, num_bytes=self._sizes[digest], num_layers=NUM_LAYERS, now=now)
+            if not isinstance(self.table.decide(now), Place):
+                self.table.evict(digest)
+                return
+            slot = self.table.place(digest, now)
+            self.table.layers_ready(slot.index, slot.slot_generation, NUM_LAYERS, now)
+            self._keep(digest)
+
     def lease(self, holder: str, digest: Digest) -> LeaseState:
         """Ask for a lease; what comes of it later is told."""
         now = self._timeline.now

@@ -26,7 +26,7 @@ class Pricing:
             busy.pop(engine, None)
 
     def step_s(self, engine: str, work: Work) -> float:
-        base_s = self._costs.base.step_s(work.rows, work.context)
+        base_s = self._costs.base.step_s(work.rows, work.tokens, work.context)
         if not work.digests:
             self.is_over(engine)
             return base_s

@@ -125,7 +125,9 @@ def costs_of(house: House, model: Model, way: Way, speeds: Constants) -> Costs:
         base=BaseCost(
             fixed_s=told(house.overhead_s.value + model.weight_bytes / (model.gpus * memory)),
             row_s=told(2 * model.active / (model.gpus * house.flops.value)),
+            token_s=told(0.0),
             context_s=told(model.kv_bytes / (model.gpus * memory)),
+            floor_s=told(0.0),
         ),
         local=DeltaCost(told(calls * launch_s), told(0.0), told(1 / (model.gpus * memory))),
         remote=DeltaCost(

@@ -98,6 +98,8 @@ class World:
         )
         if fleet.is_host_warm:
             pool.warm_host(self._digests[::-1])
+        if fleet.is_pool_warm:
+            pool.warm_pool(self._digests)
         return pool
 
     def _group(self, name: str) -> SimPool:
