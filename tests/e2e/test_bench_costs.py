@@ -26,7 +26,8 @@ def test_costs_are_measured_and_simulated_with(tmp_path: Path) -> None:
 
     costs = json.loads((tmp_path / "costs.json").read_text())
     assert costs["is_measured"] is True
-    assert costs["name"].startswith("1 threads of a ")
+    assert costs["name"].startswith("tiny on ")
+    assert costs["name"].endswith("threads: 1; adapters of rank 2 on all linears")
     measured = [*costs["base"].values(), *costs["local"].values(), *costs["remote"].values(), costs["gateway_s"]]
     for number in measured:
         assert number["source"].startswith("measured by `infinilora bench costs` on ")

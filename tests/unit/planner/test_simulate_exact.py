@@ -110,6 +110,18 @@ def test_base_requests_pass_one_that_waits_for_its_adapter() -> None:
     assert ended[1].ttft_s == close(0.015)
 
 
+def test_who_comes_during_a_step_asks_for_its_lease_after_it() -> None:
+    """Steps of 11 ms from 0.015 on. It comes at 0.020, is heard at 0.026; its lease, there at 0.027, counts at 0.037.
+
+    Then its prompt of 4 and the other's token are 5 rows: 15 ms. What the engine holds already costs no step.
+    """
+    wanted = fleet(mode="disaggregated", is_pool_warm=True)
+    requests = asks((0.0, BASE, 5, 20), (0.020, 0, 4, 9), (0.055, 0, 4, 1))
+    ended, _ = play(wanted, costs(lease_s=0.001), requests)
+    assert ended[1].ttft_s == close(0.052 - 0.020)
+    assert ended[2].ttft_s == close(0.064 + 0.016 - 0.055)
+
+
 def test_deltas_of_an_engine_of_its_own_and_of_a_group() -> None:
     """5 rows and 10 MB: 2 ms + 5 x 0.1 ms + 1 ms of bytes in the engine; at a group 4 ms, of which 3 hide."""
     one = asks((0.0, 0, 5, 1), (1.0, 0, 5, 1))

@@ -10,7 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import httpx
+import msgspec
 import typer
+from msgspec.structs import replace
 from rich.table import Table
 
 from infinilora.cli import models
@@ -36,6 +38,7 @@ JOINED = ((1, 32), (4, 32), (2, 64))
 LONG_PROMPT = 480
 """Of streams that show what context takes."""
 TIMES = 4
+AS_LOCAL = "as local: the same kernels in another process"
 
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Everything is measured so often.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=8, help="Of each stream.")]
@@ -91,7 +94,7 @@ def costs(
                 colder = cold if lora == "remote" else {}
                 found[lora] = asyncio.run(_measure(stack, adapters, colder, rounds, tokens))
             adapter_bytes = sum(map(_size, warm.values())) / ADAPTERS
-        words = f"{threads} threads of a {_cpu()}, {directory.name}, adapters of rank {rank} on all linears"
+        words = f"{directory.name} on {_cpu()}, threads: {threads}; adapters of rank {rank} on all linears"
         fitted = fit(found, directory, adapter_bytes, words)
         write_costs(fitted, out_file)
     _show(fitted)
@@ -127,10 +130,8 @@ async def _round(meter: "Meter", num_adapters: int, tokens: int) -> "list[Point]
 
 def fit(found: dict[str, Measured], model: Path, adapter_bytes: float, words: str) -> "Costs":
     """The committed costs, with all that was measured in their place, and what follows from the model's shapes."""
-    from msgspec.structs import replace
-
     from infinilora.planner.constants import Constant
-    from infinilora.planner.simulate.costs import CPU_FILE, read_costs
+    from infinilora.planner.simulate.costs import CPU_FILE, DeltaCost, read_costs
     from infinilora.planner.simulate.fit import Seen, fit_base, fit_deltas, fit_load
 
     share, row_bytes = _shapes(model)
@@ -157,7 +158,7 @@ def fit(found: dict[str, Measured], model: Path, adapter_bytes: float, words: st
         base=base.cost,
         local=local,
         remote=remote,
-        service=local,
+        service=DeltaCost(*(Constant(number.value, AS_LOCAL) for number in msgspec.structs.astuple(local))),
         load=replace(known.load, latency_s=latency_s, store_bytes_per_s=store_bytes_per_s),
         gateway_s=base.gateway_s,
         lease_s=lease_s,

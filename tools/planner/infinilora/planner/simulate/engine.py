@@ -4,9 +4,12 @@ Steps that only decode are not planned one by one: as long as nobody waits for a
 the next step is that of the last. They run as a *stretch*, which ends with the first sequence that finishes, or at the
 step boundary after something has happened:
 
-    wake -> finish what ended -> something changed? -- yes --> schedule, one step -----> wake
-                                        |
-                                        no --> a stretch of k decoding steps ----------> wake (earlier, if disturbed)
+    wake -> finish what ended, hear who came -> something changed? -- yes --> schedule, one step -----> wake
+                                                       |
+                                                       no --> a stretch of k decoding steps ----------> wake
+                                                                                        (earlier, if disturbed)
+
+Who comes during a step is heard after it, as in the engine: only then is its lease asked for.
 """
 
 import math
@@ -129,6 +132,7 @@ class SimEngine:
         self._clock = StepClock()
         self._ends: list[tuple[int, int, CountedSequence]] = []
         self._numbers = count()
+        self._inbox: list[CountedSequence] = []
         self._parked: list[list[Rows]] = []
         self._through: list[list[Rows]] = []
         self._stretch: Stretch | None = None
@@ -140,7 +144,7 @@ class SimEngine:
     # What happens to it ----------------------------------------------------------------------------
 
     def add(self, sequence: CountedSequence) -> None:
-        self.scheduler.add(sequence)
+        self._inbox.append(sequence)
         self.disturb()
 
     def disturb(self) -> None:
@@ -165,6 +169,8 @@ class SimEngine:
         for sequence in left:
             sequence.freeze()
             self.scheduler.remove(sequence)
+        left += self._inbox
+        self._inbox = []
         self._stretch, self._rows, self._ends, self._parked, self._through = None, [], [], [], []
         self._is_busy = self._is_changed = False
         self._wake_number += 1
@@ -177,7 +183,7 @@ class SimEngine:
 
     @property
     def waiting(self) -> int:
-        return len(self.scheduler.waiting)
+        return len(self.scheduler.waiting) + len(self._inbox)
 
     @property
     def kv_free(self) -> float:
@@ -205,9 +211,16 @@ class SimEngine:
             self._settle(self._rows)
             self._rows = []
         self._settle_through()
+        self._hear()
         if not self._begin_stretch() and not self._begin_step():
             self._is_busy = False
             self._cost.is_over(self.key)
+
+    def _hear(self) -> None:
+        """Who came since the last step."""
+        arrived, self._inbox = self._inbox, []
+        for sequence in arrived:
+            self.scheduler.add(sequence)
 
     def _advance(self, steps: int) -> None:
         """All that decode have so many tokens more; end those that have all."""

@@ -16,6 +16,7 @@ from infinilora.planner.constants import Constant
 from infinilora.planner.simulate.costs import BaseCost, DeltaCost
 from infinilora.protocol.errors import InvalidRequest
 
+LEAST_STEP_S = 1e-6
 LEAST_BYTE_S = 1e-12
 """Of a load whose bytes could not be told from its latency."""
 
@@ -91,7 +92,8 @@ def _base_row(seen: Seen, *, on_floor: bool) -> tuple[float, ...]:
 
 
 def _named(numbers: Sequence[float], source: str) -> Base:
-    *cost, gateway_s = (Constant(number, source) for number in numbers)
+    fixed_s, *others = numbers
+    *cost, gateway_s = (Constant(number, source) for number in (max(fixed_s, LEAST_STEP_S), *others))
     return Base(BaseCost(*cost), gateway_s)
 
 
