@@ -83,7 +83,8 @@ struct Served {  // what the frames so far make the next one be
 
 // The answer to one frame, which must be the one that follows the last.
 int32_t compute(void* program, uint64_t step, uint32_t call, uint32_t, uint32_t row0, uint32_t rows, uint32_t in_cols,
-                uint32_t out_cols, uint32_t, uint32_t, const uint32_t*, uint32_t, const float* x, const int32_t*, const float*, float* out) {
+                uint32_t out_cols, uint32_t, uint32_t, uint32_t, uint32_t, const uint32_t*, uint32_t, const float* x, const int32_t*,
+                const float*, float* out) {
   auto& seen = *static_cast<Served*>(program);
   const bool is_new_call = row0 == 0;
   const bool follows = seen.step == step ? (is_new_call ? call == seen.call + 1 : call == seen.call && row0 == seen.row)
@@ -111,7 +112,7 @@ void answer(Server* server, FrameHeader* frame, Served& seen, Dice& dice, uint64
   ++sequence;
   FrameHeader* to = server->reply(frame->sequence);
   compute(&seen, frame->step_id, frame->layer, 0, frame->row_start, frame->rows, frame->in_cols, frame->out_cols, 0, 0,
-          nullptr, 0, reinterpret_cast<float*>(payload(frame)), nullptr, nullptr, reinterpret_cast<float*>(payload(to)));
+          0, 0, nullptr, 0, reinterpret_cast<float*>(payload(frame)), nullptr, nullptr, reinterpret_cast<float*>(payload(to)));
   if (dice.one_in(500)) {
     std::memcpy(payload(to), &frame->step_id, 8);
     return il_ring_reply(server, kError, 8);
