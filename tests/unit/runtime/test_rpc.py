@@ -229,6 +229,16 @@ async def test_an_error_ends_a_duplex_as_a_leaf() -> None:
             await anext(aiter(link))
 
 
+async def test_a_peer_that_ends_a_call_while_it_is_written_to_is_away_and_no_fault_of_ours() -> None:
+    message = lora_pb2.EngineMessage(lease=lora_pb2.LeaseRequest(digest="a" * (4 << 20)))
+    async with serving("127.0.0.1:0", [(ENGINE, Engine())]) as server, Channels() as channels:
+        for _ in range(40):
+            async with channels.client(LORA, server.address).duplex("OpenLink") as link:
+                with pytest.raises(Unavailable):
+                    while True:
+                        await link.send(message)
+
+
 async def test_a_stranger_can_ask_which_services_there_are() -> None:
     async with (
         serving("127.0.0.1:0", [(ENGINE, Engine()), (LORA, LoraServer())]) as server,

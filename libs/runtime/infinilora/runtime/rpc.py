@@ -104,6 +104,8 @@ _LEAF_OF_STATUS: dict[grpc.StatusCode, type[InfiniLoraError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
 }
 """For an answer that carries no error of ours: the transport's own failures."""
+_UNHEARD = "Internal error from Core"
+"""gRPC's words where a write failed because the peer had ended the call; they stand in place of what the peer said."""
 
 
 # Serving ---------------------------------------------------------------------------------------
@@ -346,5 +348,6 @@ def _leaf(error: Any, what: str) -> InfiniLoraError:
     carried = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     if isinstance(carried, bytes):
         return from_wire(msgspec.json.decode(carried, type=WireError))
-    kind = _LEAF_OF_STATUS.get(error.code(), Internal)
+    is_unheard = error.code() is grpc.StatusCode.INTERNAL and error.details() == _UNHEARD
+    kind = Unreachable if is_unheard else _LEAF_OF_STATUS.get(error.code(), Internal)
     return kind(f"{what}: {error.code().name.lower()}: {error.details()}", retry_after_s=1.0)
