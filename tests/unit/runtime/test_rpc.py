@@ -19,7 +19,7 @@ from infinilora.protocol.errors import (
     Unavailable,
 )
 from infinilora.runtime import telemetry
-from infinilora.runtime.rpc import Call, Channels, Client, serving
+from infinilora.runtime.rpc import Call, Channels, Client, Duplex, serving
 from support.procs import free_port
 
 ENGINE = generate_pb2.DESCRIPTOR.services_by_name["Engine"]
@@ -235,8 +235,12 @@ async def test_a_peer_that_ends_a_call_while_it_is_written_to_is_away_and_no_fau
         for _ in range(40):
             async with channels.client(LORA, server.address).duplex("OpenLink") as link:
                 with pytest.raises(Unavailable):
-                    while True:
-                        await link.send(message)
+                    await send_for_ever(link, message)
+
+
+async def send_for_ever(link: Duplex, message: lora_pb2.EngineMessage) -> None:
+    while True:
+        await link.send(message)
 
 
 async def test_a_stranger_can_ask_which_services_there_are() -> None:
