@@ -64,14 +64,16 @@ class World:
     adapter: Path
 
     async def under_streams(self, strike: Callable[[], Awaitable[None]]) -> list[Stream]:
-        """Run every kind of stream, strike once all are under way on both engines, and read them to their ends."""
+        """Run every kind of stream, strike once all are under way, and read them to their ends.
+
+        They are on both engines, by load; to ask a heartbeat for that takes longer than a stream of the base does.
+        """
         streams = [Stream(model, sampling) for sampling in SAMPLINGS for model in ("a", "tiny")]
         async with asyncio.TaskGroup() as tasks:
             for stream in streams:
                 tasks.create_task(stream.read(self.api))
             while not all(len(stream.tokens) > 20 for stream in streams):
                 await asyncio.sleep(0.02)
-            await self.stacks.fleet(lambda fleet: all(load["running"] for load in engine_loads(fleet)), within_s=10)
             await strike()
         return streams
 
@@ -115,6 +117,10 @@ async def build(stacks: StackFactory, root: Path) -> World:
     api = await stacks.start(checkpoint, engines=2)
     await api.register("a", adapter)
     await api.generate("a", PROMPT, max_tokens=2)
+    await stacks.fleet(all_is_free, within_s=60)
+    async with asyncio.timeout(60):  # the second engine may be the later one, and the gateway the last to hear of it
+        while (await api.http.get("/metrics")).text.count("infinilora_engine_breaker_open{") < 2:
+            await asyncio.sleep(0.05)
     return World(stacks, api, oracle, adapter)
 
 
