@@ -9,7 +9,7 @@ LORA ?= remote
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup lock proto fmt lint types arch unit kernels integration fuzz e2e test soak gpu up demo
+.PHONY: help setup lock proto fmt lint types arch unit kernels integration fuzz e2e test soak gpu up docs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lock: ## Compile the locks: requirements/dev.txt, and image.txt for the containe
 
 proto: setup ## Regenerate the protobuf messages
 	cd libs/protocol && $(abspath $(PY)) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. infinilora/protocol/generate.proto infinilora/protocol/lora.proto
+
+docs: setup ## Write the tables of docs/settings.md and docs/cases.md again
+	$(PY) tests/support/settings_page.py && $(PY) tests/cases/table.py
 
 fmt: setup ## Format
 	$(PY) -m ruff format . && $(PY) -m ruff check --fix .

@@ -31,30 +31,34 @@ class Common(BaseSettings):
     """`s3://bucket?endpoint=http://host:port&region=us-east-1`, or `file:///directory`. More options of S3: `style`
     (`path`, `virtual`; default by the endpoint), `ca` (a PEM file), `insecure=true` (take any certificate)."""
     s3_access_key: str = ""
+    """Of the object store."""
     s3_secret_key: SecretStr = SecretStr("")
+    """Belongs to it: both, or neither."""
     s3_session_token: SecretStr = SecretStr("")
     """Of temporary keys."""
     s3_credentials: From = "auto"
-    """Where the keys are looked for: `keys` (those above), `env`, `file`, `role`, `none`; credentials.py says how."""
+    """Where the keys are looked for (credentials.py; docs/operations.md, "The object store")."""
     s3_credentials_file: str = ""
-    """In the form of ~/.aws/credentials."""
+    """A file in the form of ~/.aws/credentials."""
     s3_profile: str = ""
+    """A section of that file; empty: `default`."""
     rpc_token: SecretStr = SecretStr("")
     """Shared by all services for gRPC. Empty: anyone who reaches the port may call."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is less than this is not written."""
     otlp_endpoint: str = ""
     """`http://host:4317`. Empty: no tracing."""
     trace_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of requests traced when the client does not decide."""
     trace_delay_ms: int = Field(default=1000, gt=0)
-    """Spans are sent at least this often."""
+    """Spans are sent at least this often, in milliseconds."""
     var_dir: Path = Path(".var")
     """Where this process may keep caches and models."""
     beat_ms: int = Field(default=500, gt=0)
-    """Between two heartbeats. The same number for every process of a cluster."""
+    """Milliseconds between two heartbeats. The same number for every process of a cluster."""
     heat_half_lives_s: Annotated[tuple[int, ...], NoDecode] = (10, 60, 600)
-    """`10,60,600`: of the adapters' heat. The shortest sees what rises within seconds, the longest what lasts: gateways
+    """Seconds, of the adapters' heat. The shortest sees what rises within seconds, the longest what lasts: gateways
     count under all of them, the coordinator reads all. The same for every process of a cluster."""
     memory_bytes: int = Field(default=0, ge=0)
     """What an engine or a LoRA server may hold of this machine's memory; 0: what its control groups and the machine

@@ -17,6 +17,7 @@ class Settings(Common):
     """`INFINILORA_<NAME>`. The policies get plain values, never this."""
 
     coordinator_id: str = f"coordinator-{socket.gethostname()}-{os.getpid()}"
+    """Its name in beats and in the leader's lease; one of its own for each process."""
     listen: str = "127.0.0.1:8001"
     """host:port of health, metrics and the fleet as JSON; port 0 takes a free one."""
     advertise: str = ""
@@ -28,6 +29,7 @@ class Settings(Common):
     lease_s: float = Field(default=3.0, gt=0)
     """A leader that does not renew for so long is no leader; a standby takes over a moment later."""
     reconcile_s: float = Field(default=1.0, gt=0)
+    """Seconds between two looks at what is and what should be."""
     hot_rps: float = Field(default=2.0, gt=0)
     """For each so many requests per second an adapter is placed on one group more."""
     fill: float = Field(default=0.9, gt=0, le=1)
@@ -45,8 +47,11 @@ class Settings(Common):
     min_engines: int = Field(default=1, ge=0)
     """Of each base. 0: none once nobody has come for `scale_idle_s`; the first request brings one back."""
     max_engines: int = Field(default=8, ge=1)
+    """Of each base."""
     min_groups: int = Field(default=1, ge=0)
+    """Of LoRA servers, of each base."""
     max_groups: int = Field(default=8, ge=1)
+    """Of each base."""
     engine_sequences: float = Field(default=32, gt=0)
     """Sequences at once that one engine serves within the SLO."""
     group_sequences: float = Field(default=256, gt=0)
@@ -61,21 +66,27 @@ class Settings(Common):
     scale_hold_s: float = Field(default=1200.0, gt=0)
     """Fewer must have been enough for so long before one goes."""
     scale_idle_s: float = Field(default=3600.0, gt=0)
+    """Without a request for so long a base may have none, where the least is 0."""
     iar: float = Field(default=0.95, gt=0, lt=1)
     """Share of requests that are to find room for their adapter at once; groups are counted by it."""
     kube_url: str = "https://kubernetes.default.svc"
+    """The API server."""
     kube_namespace: str = "default"
+    """Where the workloads are."""
     kube_targets: str = ""
     """`engines=statefulsets/NAME,groups=statefulsets/NAME`."""
     kube_model: str = ""
     """The served name that these workloads are of; empty where there is only one base."""
     kube_token_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    """With which the API server is asked; read anew for each request."""
     kube_ca_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+    """Who signed its certificate."""
 
     slo_ttft_ms: float = Field(default=250.0, gt=0)
     """Within which `interactive` requests are to have their first token; `standard` ones within `slo_ttft_standard_ms`,
     and `batch` ones whenever it may be."""
     slo_ttft_standard_ms: float = Field(default=2000.0, gt=0)
+    """The same of `standard` requests."""
     slo_tpot_ms: float = Field(default=100.0, gt=0)
     """For each token after the first; of both classes."""
     slo_target: float = Field(default=0.95, gt=0, lt=1)

@@ -20,18 +20,22 @@ class Settings(Common):
     served_name: str = ""
     """What clients call the base model; the directory's name if empty."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random weights of the true shapes, for measurements."""
+    """`auto`: what the directory holds. `dummy`: random weights of the true shapes, for measurements."""
     engine_id: str = "engine-0"
+    """Its name in beats, commands and metrics; one of its own for each engine of a cluster."""
     listen: str = "127.0.0.1:0"
+    """host:port of its gRPC; port 0 takes a free one."""
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
     metrics_listen: str = ""
     """`host:port` for Prometheus; empty: no metrics."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    """What it computes on. `cuda` is untested on hardware."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """How weights are kept. `auto`: fp32 on the CPU, bf16 on CUDA. A CPU computes in fp32 whatever it keeps."""
     threads: int = Field(default=2, ge=1)
+    """Cores that a step may use, of all its shards together."""
     engine_shards: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Processes of this engine, each with its part of the model (decision 0008): on CUDA, each on a device of its own.
     `auto`: as few as hold it; on a CPU one."""
@@ -43,7 +47,9 @@ class Settings(Common):
     max_model_len: int = Field(default=0, ge=0)
     """0: what the model computes exactly, at most 8192."""
     max_running: int = Field(default=64, ge=1)
+    """Sequences in the batch at most."""
     max_waiting: int = Field(default=256, ge=1)
+    """Sequences that wait for their first step at most; the next one is answered `overloaded`."""
     step_tokens: int = Field(default=512, ge=1)
     """Rows of one step at most: long prompts are cut into chunks of this."""
     tpot_ms: int = Field(default=100, ge=0)
@@ -51,6 +57,7 @@ class Settings(Common):
     min_step_tokens: int = Field(default=64, ge=1)
     """Rows of a step, besides those that decode, however little time `tpot_ms` leaves."""
     max_bypass: int = Field(default=256, ge=1)
+    """How often a sequence that waits for a slot is passed by later ones."""
     facts_mb: int = Field(default=4096, ge=1)
     """Of one request for facts of the base, which lies on disk under `var_dir` while it is answered."""
 
@@ -63,17 +70,21 @@ class Settings(Common):
     was measured to pay. Empty: `auto` on CUDA, `off` on a CPU, whose LoRA server shares its cores."""
 
     lora: Literal["remote", "local", "none"] = "remote"
+    """Who computes deltas: LoRA servers, this engine with a pool of its own, or nobody (base only)."""
     link_backends: Annotated[tuple[Literal["cuda", "shm", "rdma", "tcp"], ...], NoDecode] = ("cuda", "shm", "tcp")
     """Which links are offered: `cuda` first, where `device` is one. `rdma` needs the package nixl. Both are untested on
     hardware."""
     link_dir: Path | None = None
-    """A directory (tmpfs) that LoRA servers of this host see too; None: no `shm`."""
+    """A directory (tmpfs) that LoRA servers of this host see too; not set: no `shm`."""
     link_buffers: int = Field(default=32, ge=2)
+    """Of each direction of a link to a LoRA server."""
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
+    """One of them; a call that is larger goes in several."""
     link_narrowing: Literal["never", "load", "always"] = "never"
     """Over `tcp`, send activations and deltas as eight-bit integers, with a bounded error (docs/links.md): `load` where
     more than `link_narrow_limit_bytes` are on their way at once, or `always`. `never` is exact."""
     link_narrow_limit_bytes: int = Field(default=256 << 10, ge=0)
+    """More than this on their way at once is what `load` means."""
     pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """`local` mode: memory for adapters, at their true ranks."""
     pool_slots: int = Field(default=1024, ge=1)

@@ -22,6 +22,7 @@ class Settings(Common):
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
     gateway_id: str = f"gateway-{socket.gethostname()}-{os.getpid()}"
+    """Its name in beats, metrics and traces; one of its own for each process."""
 
     api_keys: SecretStr = SecretStr("")
     """`key:tenant,key:tenant`. Empty: no key is asked for, and everybody is the default tenant."""
@@ -41,19 +42,24 @@ class Settings(Common):
     max_tenant_requests: int = Field(default=1024, gt=0)
     """Of these, one tenant's; more are answered 429."""
     max_body_mb: int = Field(default=16, gt=0)
+    """Of a request that is no upload; a larger one is answered 413."""
     max_upload_mb: int = Field(default=IngestLimits().max_bytes >> 20, gt=0)
     """Of one adapter's files, as sent and unpacked."""
     request_timeout_s: float = Field(default=600.0, gt=0)
+    """From its arrival to its last token; then it is answered 504, or its stream ends with an error."""
     patience_s: float = Field(default=10.0, ge=0)
     """How long a request looks for an engine that takes it, from its start, and again when it has lost one."""
 
     max_rank: int = Field(default=MAX_RANK, ge=1, le=1 << 20)
     """The highest LoRA rank that any module of an adapter may have; one with a higher is refused with both numbers."""
     max_ingests: int = Field(default=2, gt=0)
+    """Adapters read at once, each in a process of its own; 32 more may wait."""
     ingest_memory_mb: int = Field(default=IngestLimits().memory_mb, gt=0)
     """Of one worker. Files are mapped beside it, so that it need not grow with `max_upload_mb`."""
     ingest_cpu_s: int = Field(default=IngestLimits().cpu_s, gt=0)
+    """Seconds of a processor that one worker may take."""
     ingest_wall_s: float = Field(default=IngestLimits().wall_s, gt=0)
+    """Seconds of the clock that it may take."""
 
     @field_validator("api_keys")
     @classmethod

@@ -20,6 +20,7 @@ class Settings(Common):
     """Memory and doors of one shard of a group; what is 0 or empty is derived at start, and logged."""
 
     group: str = "lora-0"
+    """The name of the group, the same for all its shards; one of its own for each group of a cluster."""
     server_id: str = ""
     """The name of this process in beats and commands; the group's if empty, and `GROUP.SHARD` of one that follows."""
     shape: str = "1x1"
@@ -29,8 +30,10 @@ class Settings(Common):
     head: str = Field(default="", validate_default=True)
     """`host:port` of the head's gRPC, for a shard that is not the head."""
     base: str
-    """The base model: its fingerprint (`sha256:...`), or its served name (base.py says how that is resolved)."""
+    """The base model: its fingerprint (`sha256:...`), or its served name, as an engine that is alive says it; without
+    one, the store's only base of that name (base.py)."""
     listen: str = "127.0.0.1:0"
+    """host:port of its gRPC; port 0 takes a free one."""
     advertise: str = ""
     """The address that others are told; that of `listen` if empty."""
     metrics_listen: str = ""
@@ -39,6 +42,7 @@ class Settings(Common):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
     """Where adapters lie and deltas are computed: `cpu`, `cuda` (the first) or `cuda:N`, untested on hardware."""
     threads: int = Field(default=2, ge=1)
+    """Cores that deltas may use."""
     rows_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How fast this shard is told to be, against those of other groups of its base; 0: measured at start (speed.py)."""
     pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
@@ -64,6 +68,7 @@ class Settings(Common):
     max_bypass: int = Field(default=16, ge=1)
     """How often a waiting adapter is passed by later ones that fit."""
     age_after_s: float = Field(default=2.0, gt=0)
+    """A lease that has waited for so long is passed by nobody any more."""
     max_wait_s: float = Field(default=30.0, gt=0)
     """A lease that could not be granted by then is refused as overloaded."""
 
@@ -76,12 +81,15 @@ class Settings(Common):
     """Which links engines may open: `cuda` where `device` is one. `cuda` and `rdma` need `tcp` beside them, `rdma` the
     package nixl; both are untested on hardware."""
     link_dir: Path | None = None
-    """A directory (tmpfs) that engines of this host see too; None: no `shm`."""
+    """A directory (tmpfs) that engines of this host see too; not set: no `shm`."""
     link_host: str = "127.0.0.1"
     """What `tcp` links bind."""
     link_port: int = Field(default=0, ge=0)
+    """That `tcp` links bind; 0 takes a free one."""
     link_buffers: int = Field(default=32, ge=2)
+    """Of each direction of a link."""
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
+    """One of them; a call that is larger goes in several."""
 
     @field_validator("link_backends", mode="before")
     @classmethod

@@ -1,0 +1,58 @@
+"""What the pages say of files and settings is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.settings_page import PAGE, TABLES, own_fields, page, variable
+
+REPO = Path(__file__).parents[2]
+PAGES = [REPO / "README.md", REPO / "examples" / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+SOURCES = [p for room in ("libs", "kernels", "services", "tools") for p in (REPO / room).rglob("*.py")]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_SETTING = re.compile(r"INFINILORA_[A-Z0-9_]*[A-Z0-9]")
+
+
+def settings_of(text: str) -> set[str]:
+    return set(_SETTING.findall(text))
+
+
+@pytest.mark.parametrize("service", TABLES)
+def test_every_setting_says_what_it_is(service: str) -> None:
+    assert [name for name, _, words in own_fields(TABLES[service]) if not words] == []
+
+
+def test_the_page_of_settings_has_them_as_they_are_in_the_code() -> None:
+    text = PAGE.read_text()
+    assert text == page(text), "run `make docs`"
+
+
+def test_the_page_of_settings_has_every_variable_that_code_reads() -> None:
+    """Besides those of the services: the native library's, and defaults of the command's options."""
+    read = set.union(*(settings_of(path.read_text()) for path in SOURCES))
+    assert read <= settings_of(PAGE.read_text())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_no_page_names_a_setting_that_is_not_there(path: Path) -> None:
+    fields = {variable(name) for settings in TABLES.values() for name in settings.model_fields}
+    in_code = set.union(*(settings_of(source.read_text()) for source in SOURCES))
+    assert settings_of(path.read_text()) <= fields | in_code
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_every_link_within_the_repository_leads_somewhere(path: Path) -> None:
+    for link in _LINK.findall(path.read_text()):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in {slug(heading) for heading in _HEADING.findall(target.read_text())}, link
+
+
+def slug(heading: str) -> str:
+    """The anchor that forges make of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
