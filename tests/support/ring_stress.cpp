@@ -24,6 +24,8 @@ int il_level() { return 0; }  // the processor's instruction sets are another te
 void il::parallel_for(int num_chunks, const void* job, void (*run)(const void*, int, int)) {
   for (int chunk = 0; chunk < num_chunks; ++chunk) run(job, chunk, 0);
 }
+void il::wake_after_next_job(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0); }
+void il::wake_owed() {}
 
 namespace {
 

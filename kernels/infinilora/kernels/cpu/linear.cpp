@@ -29,6 +29,7 @@ extern "C" void il_linear(const float* x, int64_t x_stride, const void* packed, 
     run({x, x_stride, packed, bias, y, y_stride, in, out, row, end - row, index % panels, 1});
   };
   if (threads == 1 || bytes * ceil_div(rows, 8) < kAloneBytes) {
+    wake_owed();
     for (int index = 0; index < pieces; ++index) piece(index, 0);
     return;
   }

@@ -84,6 +84,10 @@ struct Pool {
 Pool pool;
 thread_local bool in_job = false;
 
+constexpr int kMaxOwed = 8;  // links of a step to which one thread sends before it computes
+thread_local uint32_t* owed[kMaxOwed];
+thread_local int num_owed = 0;
+
 constexpr uint64_t kChunkMask = 0xffffffff;
 
 void take_chunks(int thread) {
@@ -159,7 +163,10 @@ void run_alone(int num_chunks, const void* data, RunChunk run) {
 
 void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
   bool alone = num_chunks <= 1 || pool.num_workers == 0 || in_job;
-  if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) return run_alone(num_chunks, data, run);
+  if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) {
+    wake_owed();
+    return run_alone(num_chunks, data, run);
+  }
 
   pool.data.store(data, std::memory_order_relaxed);
   pool.run.store(run, std::memory_order_relaxed);
@@ -168,6 +175,7 @@ void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
   uint64_t number = (pool.work.load(std::memory_order_relaxed) >> 32) + 1;
   pool.work.store(number << 32 | static_cast<uint32_t>(num_chunks), std::memory_order_release);
   announce(wake);
+  wake_owed();
   take_chunks(0);
   wait_until(pool.left, pool.sleeping_caller, pool.spin_ns.load(std::memory_order_relaxed),
              [] { return pool.left.load(std::memory_order_acquire) == 0; });
@@ -177,6 +185,19 @@ void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
 }  // namespace
 
 int num_threads() { return pool.num_workers + 1; }
+
+void wake_after_next_job(uint32_t* word) {
+  for (int i = 0; i < num_owed; ++i)
+    if (owed[i] == word) return;
+  if (num_owed == kMaxOwed) wake_owed();
+  owed[num_owed++] = word;
+  if (pool.num_workers == 0) wake_owed();
+}
+
+void wake_owed() {
+  for (int i = 0; i < num_owed; ++i) syscall(SYS_futex, owed[i], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  num_owed = 0;
+}
 
 void parallel_for(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, true); }
 

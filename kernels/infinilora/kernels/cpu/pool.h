@@ -33,6 +33,14 @@ void parallel_chunks(int num_chunks, const Body& body, bool wake = true) {
 
 int num_threads();
 
+// Wakes whoever sleeps on `word` (a futex that processes share) once this thread's next job is given to the workers, or
+// at `wake_owed`: who is woken may take the very core of the waker, which has the others' work still to give. At once
+// where there are no workers. The word's memory may be gone by then.
+void wake_after_next_job(uint32_t* word);
+
+// Wakes whom this thread still has to.
+void wake_owed();
+
 // Which of `count` pieces a thread takes next. Each goes through a run of its own in order, so that what it fetches
 // ahead is what it takes next, and then takes from the far end of another's run. Every piece is taken once.
 class Shares {

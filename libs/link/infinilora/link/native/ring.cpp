@@ -30,6 +30,8 @@
 extern "C" int il_level();
 namespace il {
 void parallel_for(int num_chunks, const void* job, void (*run)(const void* job, int chunk, int thread));
+void wake_after_next_job(uint32_t* word);
+void wake_owed();
 }
 
 namespace {
@@ -150,9 +152,21 @@ void wake(Signals& end) {
   syscall(SYS_futex, &end.bell, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
-void wake_if_waiting(Signals& end) {
+bool is_waiting(const Signals& end) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);  // what was published is visible before `waiting` is read
-  if (load(&end.waiting)) wake(end);
+  return load(&end.waiting);
+}
+
+void wake_if_waiting(Signals& end) {
+  if (is_waiting(end)) wake(end);
+}
+
+// The same, but the caller's next product comes first: a sleeper is often put on the core that wakes it, and computes
+// there while the others would have nothing to do. The bell has rung, so whoever is about to sleep looks again.
+void wake_behind_next_job(Signals& end) {
+  if (!is_waiting(end)) return;
+  __atomic_fetch_add(&end.bell, 1, __ATOMIC_SEQ_CST);
+  il::wake_after_next_job(&end.bell);
 }
 
 bool is_shut(const Signals& end) { return load(&end.state) >= kShut; }
@@ -280,10 +294,7 @@ struct Engine : Rings {    // begins as zeros
 
   bool can_send(const Ticket& t) { return t.sent < t.chunks && t.first + t.sent == sent && has_room() && has_credit(); }
 
-  void publish(FrameHeader* frame) {
-    store(&frame->word, ++written);
-    wake_if_waiting(file->server);
-  }
+  void publish(FrameHeader* frame) { store(&frame->word, ++written); }
 
   void send_chunk(Ticket& t) {
     const uint64_t row0 = uint64_t(t.sent) * t.chunk_rows;
@@ -311,6 +322,7 @@ struct Engine : Rings {    // begins as zeros
     ++sent;
     ++t.sent;
     publish(frame);
+    wake_behind_next_job(file->server);
   }
 
   void pump(Ticket& t) {
@@ -364,6 +376,7 @@ struct Engine : Rings {    // begins as zeros
       const uint64_t s = t.first + t.received;
       const auto ready = [&] { return (t.received < t.sent && arrived(s)) || can_send(t); };
       if (!ready()) {
+        il::wake_owed();
         const int64_t from = now_ns();
         const Status status = await(*this, file->engine, file->server, deadline, ready);
         t.waited_ns += now_ns() - from;
@@ -553,6 +566,7 @@ int il_ring_send_plan(Engine* e, const FrameHeader* header, const char* body, ui
   std::memcpy(&frame->kind, &header->kind, sizeof(FrameHeader) - sizeof(frame->word));
   std::memcpy(e->trace, header->trace, sizeof(e->trace));
   e->publish(frame);
+  wake_if_waiting(e->file->server);
   return kOk;
 }
 
