@@ -20,18 +20,33 @@ from support.waiting import eventually
 CARD = make_card("qwen3_moe", num_layers=2, num_experts=4, intermediate=24)
 SITES = [sum(1 << s for s in (Site.QKV, Site.O, Site.MOE_GATE_UP, Site.MOE_DOWN))] * 3
 
+BUFFER_BYTES = 16384
+
 
 class Fleet:
     """A remote back-end and the groups it knows."""
 
     def __init__(
-        self, directory: Path | None, *, card: BaseCard = CARD, layer_sites: Sequence[int] = SITES, dtype: str = "F32"
+        self,
+        directory: Path | None,
+        *,
+        card: BaseCard = CARD,
+        layer_sites: Sequence[int] = SITES,
+        dtype: str = "F32",
+        least_buffer_bytes: int = 0,
     ) -> None:
         self._layer_sites = list(layer_sites)
-        self.settings = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=16384)
+        self.settings = LinkSettings(directory=directory, num_buffers=4, buffer_bytes=BUFFER_BYTES)
         self.channels = Channels()
         self.rings = 0
-        identity = Identity(engine_id="e", incarnation="1", base=card.fingerprint, dtype=dtype, max_rows=64)
+        identity = Identity(
+            engine_id="e",
+            incarnation="1",
+            base=card.fingerprint,
+            dtype=dtype,
+            max_rows=64,
+            least_buffer_bytes=least_buffer_bytes,
+        )
         self.lora = RemoteLora(card, identity, channels=self.channels, link=self.settings, on_change=self._ring)
         self.groups: list[ScriptedGroup] = []
 
@@ -71,10 +86,15 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    directory: Path | None, *, card: BaseCard = CARD, layer_sites: Sequence[int] = SITES, dtype: str = "F32"
+    directory: Path | None,
+    *,
+    card: BaseCard = CARD,
+    layer_sites: Sequence[int] = SITES,
+    dtype: str = "F32",
+    least_buffer_bytes: int = 0,
 ) -> AsyncIterator[Fleet]:
     """The back-end runs for the length of the block, and is checked for what it leaves. Without a directory: `tcp`."""
-    made = Fleet(directory, card=card, layer_sites=layer_sites, dtype=dtype)
+    made = Fleet(directory, card=card, layer_sites=layer_sites, dtype=dtype, least_buffer_bytes=least_buffer_bytes)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(made.lora.run())
         try:

@@ -15,7 +15,7 @@ from infinilora.link.errors import LinkError, LinkRefused, LinkTimeout
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, AdapterNotFound
 from infinilora.protocol.ids import Digest
-from support.fleets import CARD, Fleet, fleet
+from support.fleets import BUFFER_BYTES, CARD, Fleet, fleet
 from support.groups import ScriptedGroup, delta_of, serving
 from support.waiting import eventually
 
@@ -359,3 +359,21 @@ async def test_no_delta_is_ever_wrong_while_links_die_under_way(tmp_path: Path) 
                 group.end_streams()
         assert await running >= 0
         f.drop(A)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_a_link_whose_buffers_hold_no_row_of_the_base_is_not_used(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end the engine in the middle of its first step."""
+    directory = tmp_path if backend == "shm" else None
+    async with fleet(directory, least_buffer_bytes=BUFFER_BYTES + 1) as f, serving(f.group("g")) as group:
+        f.know(group)
+        f.lora.want(A)
+        await eventually(lambda: "no link" in caplog.messages, "the link is refused")
+        assert not f.lora.open_links
+        assert f.lora.view(A).status is LeaseStatus.WAITING
+        f.drop(A)
+    reason = next(record.reason for record in caplog.records if record.message == "no link")  # type: ignore[attr-defined]
+    assert f"hold {BUFFER_BYTES} bytes" in reason
+    assert "INFINILORA_LINK_BUFFER_BYTES" in reason

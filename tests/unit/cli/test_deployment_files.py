@@ -49,6 +49,11 @@ def test_compose_names_settings_that_the_service_has(service: str) -> None:
     assert set(compose_services()[service]["environment"]) <= fields_of(service)
 
 
+def test_links_of_composes_lora_server_are_reached_from_other_containers_where_memory_is_not_shared() -> None:
+    told = compose_services()["lora-server"]["environment"]
+    assert (told["INFINILORA_LINK_HOST"], told["INFINILORA_ADVERTISE"]) == ("0.0.0.0", "lora-server:7100")
+
+
 @pytest.mark.parametrize("lora", ["remote", "local"])
 def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_path: Path) -> None:
     shared = {

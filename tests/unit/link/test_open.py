@@ -10,7 +10,7 @@ import torch
 from infinilora.link import tcp
 from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.listener import TcpListener
-from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach, fabric_of
+from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach, checked, fabric_of
 from infinilora.protocol.errors import InvalidRequest
 from support.links import Answering, random_rows, rule
 from support.waiting import eventually
@@ -205,4 +205,53 @@ def test_why_an_offer_was_not_taken_is_logged(tmp_path: Path, caplog: pytest.Log
         "rdma": "no rdma link: this process has no fabric",
         "new": "this server knows no link 'new'",
     }
+    opener.close()
+
+
+def test_a_process_that_could_open_no_link_at_all_is_told_at_its_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"INFINILORA_LINK_BACKENDS names no link.*wanted one or more of tcp, shm"):
+        checked(LinkSettings(directory=None, tcp_host=None))
+    for works in (LinkSettings(directory=None), LinkSettings(directory=tmp_path, tcp_host=None)):
+        assert checked(works) is works
+
+
+def test_a_link_directory_that_is_not_there_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        with pytest.raises(InvalidRequest, match=f"INFINILORA_LINK_DIR is .*{name}; wanted a directory"):
+            checked(_settings(tmp_path / name))
+
+
+def test_an_address_that_cannot_be_bound_is_told_at_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidRequest, match=f"bound to 127.0.0.1, port {port}: .*INFINILORA_LINK_PORT"):
+            Opener(_settings(None, tcp_port=port))
+    with pytest.raises(InvalidRequest, match=r"bound to 192\.0\.2\.1, .*INFINILORA_LINK_HOST"):
+        Opener(_settings(None, tcp_host="192.0.2.1"))
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_a_server_with_an_ipv6_address_is_reached_there(host: str) -> None:
+    settings = _settings(None, tcp_host=host, tcp_reach="::1")
+    opener = Opener(settings)
+    opening = opener.choose([{"backend": "tcp"}])
+    assert opening.chosen["host"] == "::1"
+    _works(opening, settings)
+    opener.close()
+
+
+def test_a_server_that_binds_everything_tells_what_others_are_told_of_it() -> None:
+    told = {}
+    for reach in ("lora-0.lora", ""):
+        opener = Opener(_settings(None, tcp_host="0.0.0.0", tcp_reach=reach))
+        opening = opener.choose([{"backend": "tcp"}])
+        told[reach] = opening.chosen["host"]
+        opening.cancel()
+        opener.close()
+    assert told == {"lora-0.lora": "lora-0.lora", "": socket.gethostname()}
+    opener = Opener(_settings(None, tcp_reach="elsewhere"))
+    opening = opener.choose([{"backend": "tcp"}])
+    assert opening.chosen["host"] == "127.0.0.1", "an address that is bound is where it is"
+    opening.cancel()
     opener.close()

@@ -22,7 +22,10 @@ class TcpListener:
     """
 
     def __init__(self, host: str, port: int, *, opening_timeout_s: float = 5.0) -> None:
-        self._sock = socket.create_server((host, port))
+        """OSError where that cannot be bound. An IPv6 wildcard takes IPv4 as well, where the machine can."""
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._sock = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
         self.host, self.port = self._sock.getsockname()[:2]
         self._opening_timeout_s = opening_timeout_s
         self._closed = threading.Event()

@@ -11,6 +11,7 @@ server   end = opening.wait(timeout_s)
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 import socket
@@ -57,7 +58,8 @@ class LinkSettings:
     """What one process allows its links. A shm link takes 2 x num_buffers x buffer_bytes of `directory`.
 
     `directory`: shared by processes of this host (a tmpfs, such as /dev/shm); None: no shm. `tcp_host`: what a
-    server binds and, unless it is a wildcard, tells engines to connect to; None: no tcp. `cuda`: the device memory
+    server binds and tells engines to connect to; where it is a wildcard they are told `tcp_reach`, or this machine's
+    name if that is empty. None: no tcp. `cuda`: the device memory
     that this process lends to links; None: no cuda. `rdma`: the memory that a network card may write; None: no rdma.
     Both need `tcp_host` too, for what goes beside the payloads. `narrowing`, of an engine: which calls over tcp go
     narrow (narrow.py).
@@ -66,6 +68,7 @@ class LinkSettings:
     directory: Path | None
     tcp_host: str | None = "127.0.0.1"
     tcp_port: int = 0
+    tcp_reach: str = ""
     num_buffers: int = 16
     buffer_bytes: int = 256 * 1024
     spin_s: float = shm.SPIN_S
@@ -75,6 +78,22 @@ class LinkSettings:
     rdma: "Fabric | None" = None
     is_on_device: bool = False
     """Of an engine: its activations are not in host memory, and are carried there for links that have nothing else."""
+
+
+def checked(settings: LinkSettings) -> LinkSettings:
+    """The settings of a process that is to have links; InvalidRequest where none can come of them.
+
+    Asked when a process starts: later each opening would fail, and requests would wait for adapters in vain.
+    """
+    if all(one is None for one in (settings.directory, settings.tcp_host, settings.cuda, settings.rdma)):
+        raise InvalidRequest(
+            "INFINILORA_LINK_BACKENDS names no link that this process can open; wanted one or more of tcp, shm (with "
+            "INFINILORA_LINK_DIR), cuda (where INFINILORA_DEVICE is one) and rdma (with the package nixl)"
+        )
+    directory = settings.directory
+    if directory is not None and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
+        raise InvalidRequest(f"INFINILORA_LINK_DIR is {directory}; wanted a directory that this process may write to")
+    return settings
 
 
 class Offers:
@@ -125,11 +144,12 @@ class Opening:
 
 
 class Opener:
-    """A server's side of opening links. Owns the tcp listener, once one was needed."""
+    """A server's side of opening links. Owns the tcp listener."""
 
     def __init__(self, settings: LinkSettings) -> None:
+        """InvalidRequest where the settings' address cannot be bound."""
         self._settings = settings
-        self._listener: TcpListener | None = None
+        self._listener = None if settings.tcp_host is None else _listen(settings.tcp_host, settings.tcp_port)
         if settings.directory is not None:
             _sweep(settings.directory)
 
@@ -159,8 +179,8 @@ class Opener:
                 raise Unavailable(f"this server knows no link {str(other)[:40]!r}")
 
     def _open_cuda(self, offer: Mapping[str, str]) -> Opening:
-        regions, host = self._settings.cuda, self._settings.tcp_host
-        if regions is None or host is None:
+        regions, listener = self._settings.cuda, self._listener
+        if regions is None or listener is None:
             raise Unavailable("no cuda link: this process lends no device memory, or binds no address for its headers")
         from infinilora.link import cuda, cuda_open
 
@@ -168,13 +188,8 @@ class Opener:
             raise Unavailable("no cuda link: the engine runs on another host")
         shape = cuda.Shape(num_buffers=self._settings.num_buffers, buffer_bytes=self._settings.buffer_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
-        prepared = cuda_open.Prepared.of(regions, shape, self._listening(host), secret, offer)
-        return Opening(prepared.chosen(_reachable(host)), secret, prepared.take, prepared.cancel)
-
-    def _listening(self, host: str) -> TcpListener:
-        if self._listener is None:
-            self._listener = TcpListener(host, self._settings.tcp_port)
-        return self._listener
+        prepared = cuda_open.Prepared.of(regions, shape, listener, secret, offer)
+        return Opening(prepared.chosen(_reachable(self._settings)), secret, prepared.take, prepared.cancel)
 
     def _is_shared(self, offer: Mapping[str, str]) -> bool:
         """Whether the engine's nonce lies in our own directory. No path from a peer is opened."""
@@ -207,17 +222,16 @@ class Opener:
     def _open_socket(self, offer: Mapping[str, str]) -> Opening:
         """`tcp`, or `rdma`, whose headers go over a socket too."""
         settings, backend = self._settings, offer["backend"]
-        host, fabric = settings.tcp_host, settings.rdma
-        if host is None:
+        listener, fabric = self._listener, settings.rdma
+        if listener is None:
             raise Unavailable(f"no {backend} link: this process binds no address for it")
         if backend == "rdma" and fabric is None:
             raise Unavailable("no rdma link: this process has no fabric")
-        listener = self._listening(host)
         secret = secrets.token_bytes(SECRET_BYTES)
         listener.expect(secret)
         chosen = {
             "backend": backend,
-            "host": _reachable(host),
+            "host": _reachable(settings),
             "port": str(listener.port),
             "num_buffers": str(settings.num_buffers),
             "buffer_bytes": str(settings.buffer_bytes),
@@ -305,9 +319,21 @@ def regions_of(backends: Collection[str], device: torch.device) -> "Regions | No
         return None
 
 
-def _reachable(host: str) -> str:
-    """What an engine connects to where a server binds `host`."""
-    return host if host not in ("0.0.0.0", "::") else socket.gethostname()  # noqa: S104 - not bound here
+def _listen(host: str, port: int) -> TcpListener:
+    try:
+        return TcpListener(host, port)
+    except OSError as error:
+        raise InvalidRequest(
+            f"tcp links cannot be bound to {host}, port {port}: {error}; wanted an address of this machine in "
+            "INFINILORA_LINK_HOST, and a free port, or 0, in INFINILORA_LINK_PORT"
+        ) from error
+
+
+def _reachable(settings: LinkSettings) -> str:
+    """What an engine connects to."""
+    host = settings.tcp_host or ""
+    is_wildcard = host in ("0.0.0.0", "::")  # noqa: S104 - not bound here
+    return settings.tcp_reach or socket.gethostname() if is_wildcard else host
 
 
 def _ring_file(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings) -> RingFile:

@@ -19,10 +19,12 @@ from infinilora.engine.lora.none import NoLora
 from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.settings import Settings
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.open import LinkSettings, fabric_of, regions_of
+from infinilora.link.open import LinkSettings, checked, fabric_of, regions_of
+from infinilora.link.widest import least_buffer_bytes
 from infinilora.pool.device import open_device
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool, PoolConfig, PoolLoad
+from infinilora.protocol.adapter import DTYPE_BYTES
 from infinilora.protocol.control import GroupLoad
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.blobs import BlobStore, open_blobs
@@ -149,6 +151,12 @@ async def _open_remote(
         base=base,
         dtype=model.activation_dtype,
         max_rows=settings.step_tokens,
+        least_buffer_bytes=least_buffer_bytes(
+            model.card.sites,
+            width=DTYPE_BYTES[model.activation_dtype],
+            choices=model.spec.moe.top_k if model.spec.moe else 1,
+            segments=min(settings.max_running, settings.step_tokens),
+        ),
     )
     async with AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels(token=settings.rpc_token.get_secret_value()))
@@ -157,7 +165,7 @@ async def _open_remote(
             model.card,
             identity,
             channels=channels,
-            link=_link_settings(settings),
+            link=checked(_link_settings(settings)),
             on_change=bell.ring,
             slices=model.slices,
         )

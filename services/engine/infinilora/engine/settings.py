@@ -79,7 +79,7 @@ class Settings(Common):
     link_buffers: int = Field(default=32, ge=2)
     """Of each direction of a link to a LoRA server."""
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
-    """One of them; a call that is larger goes in several."""
+    """One of them. Both are the LoRA server's to decide; an engine counts its memory by its own."""
     link_narrowing: Literal["never", "load", "always"] = "never"
     """Over `tcp`, send activations and deltas as eight-bit integers, with a bounded error (docs/links.md): `load` where
     more than `link_narrow_limit_bytes` are on their way at once, or `always`. `never` is exact."""

@@ -83,13 +83,14 @@ class Settings(Common):
     link_dir: Path | None = None
     """A directory (tmpfs) that engines of this host see too; not set: no `shm`."""
     link_host: str = "127.0.0.1"
-    """What `tcp` links bind."""
-    link_port: int = Field(default=0, ge=0)
+    """What `tcp` links bind. Engines are told the same; where it is a wildcard (`0.0.0.0`, `::`) the host of
+    `advertise`, or this machine's name."""
+    link_port: int = Field(default=0, ge=0, le=65535)
     """That `tcp` links bind; 0 takes a free one."""
     link_buffers: int = Field(default=32, ge=2)
     """Of each direction of a link."""
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
-    """One of them; a call that is larger goes in several."""
+    """One of them; a call that is larger goes in several, but one row must fit."""
 
     @field_validator("link_backends", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 import logging
 
 from infinilora.kernels.slot_kernels import SlotKernels
+from infinilora.link.widest import least_buffer_bytes
 from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shards import GroupFacts
 from infinilora.pool.device import Device, HostDevice
@@ -10,21 +11,26 @@ from infinilora.pool.pool import PoolConfig
 from infinilora.pool.share import Share
 from infinilora.pool.tenancy import Limits
 from infinilora.protocol.adapter import BaseCard, Site
+from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.shards import Shape, Sharding
 
 logger = logging.getLogger(__name__)
+
+NARROWEST_BYTES = 2
+"""Of a number of activations."""
 
 
 class Shard:
     """One shard of a group of one base. `share` is None where the group is this process alone: it holds everything."""
 
     def __init__(self, settings: Settings, card: BaseCard, device: Device | None = None) -> None:
-        """`device`: what the settings name. Raises InvalidRequest for a shape that does not fit the base."""
+        """`device`: what the settings name. InvalidRequest for a shape, or link buffers, that do not fit the base."""
         self.settings = settings
         self.device = device or HostDevice()
         self.card = card
         self.sharding = Sharding(Shape.parse(settings.shape), card.num_layers, card.sites)
         self.share = Share.of_group(self.sharding, settings.shard) if self.sharding.shape.num_shards > 1 else None
+        _check_buffers(settings, card)
 
     def owns(self, layer: int, site: int) -> bool:
         """Whether this shard computes any of a site."""
@@ -77,4 +83,14 @@ class Shard:
             retry_s=settings.load_retry_s,
             limits=Limits(settings.max_bypass, settings.age_after_s, settings.max_wait_s),
             share=self.share,
+        )
+
+
+def _check_buffers(settings: Settings, card: BaseCard) -> None:
+    """For the narrowest activations; an engine whose own are wider sees to it again as it opens a link."""
+    found, wanted = settings.link_buffer_bytes, least_buffer_bytes(card.sites, width=NARROWEST_BYTES)
+    if found < wanted:
+        raise InvalidRequest(
+            f"INFINILORA_LINK_BUFFER_BYTES is {found}; one row of the widest site of base {card.name} takes {wanted}, "
+            f"and twice that in fp32"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinilora.link.open import LinkSettings, Opener, fabric_of, regions_of
+from infinilora.link.open import LinkSettings, Opener, checked, fabric_of, regions_of
 from infinilora.lora_server.base import find_card, watch_base
 from infinilora.lora_server.commands import Commands
 from infinilora.lora_server.follower import Following, ToHead
@@ -185,7 +185,7 @@ async def _links(
 ) -> AsyncIterator[tuple[str, LoraServer]]:
     """The door for engines, and `doors` beside it. `others`: where a head's other shards are."""
     settings = shard.settings
-    opener = Opener(_link_settings(settings, shard.device.torch_device))
+    opener = Opener(checked(_link_settings(settings, shard.device.torch_device)))
     traces = telemetry.setup(
         "lora-server",
         settings.otlp_endpoint,
@@ -224,6 +224,7 @@ def _link_settings(settings: Settings, device: torch.device) -> LinkSettings:
         directory=settings.link_dir if "shm" in settings.link_backends else None,
         tcp_host=settings.link_host if "tcp" in settings.link_backends else None,
         tcp_port=settings.link_port,
+        tcp_reach=settings.advertise.rpartition(":")[0].strip("[]"),
         num_buffers=settings.link_buffers,
         buffer_bytes=settings.link_buffer_bytes,
         cuda=regions_of(settings.link_backends, device),

@@ -33,13 +33,17 @@ OPEN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What an engine says of itself in every Hello. `dtype` of activations: F32, BF16 or F16."""
+    """What an engine says of itself in every Hello. `dtype` of activations: F32, BF16 or F16.
+
+    `least_buffer_bytes`, which it does not say: of a link's buffers, so that one row of any site fits (widest.py).
+    """
 
     engine_id: str
     incarnation: str
     base: Fingerprint
     dtype: str
     max_rows: int
+    least_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -209,6 +213,7 @@ async def _open_shard(
                 backend = welcome.chosen.backend
                 end = await _attached(stream, welcome, settings)
             try:
+                _check_buffers(end, group, identity)
                 yield ShardLink(address, welcome, end, stream, messages)
             finally:
                 end.close()
@@ -217,6 +222,16 @@ async def _open_shard(
         raise (LinkNotOpened(backend, message) if backend else Unavailable(message)) from error
     finally:
         offers.close()
+
+
+def _check_buffers(end: EngineEnd, group: str, identity: Identity) -> None:
+    """The server says how large they are. A row that fits none would be found out in the middle of a step."""
+    found, wanted = end.buffer_bytes, identity.least_buffer_bytes
+    if found < wanted:
+        raise InvalidRequest(
+            f"buffers of links to group {group} hold {found} bytes, and one row of this base's widest site takes "
+            f"{wanted}; wanted an INFINILORA_LINK_BUFFER_BYTES of at least that at the group's LoRA servers"
+        )
 
 
 async def _attached(stream: Duplex, welcome: Message, settings: LinkSettings) -> EngineEnd:
