@@ -53,6 +53,19 @@ async def test_a_version_number_means_one_digest_for_ever(tmp_path: Path) -> Non
         assert len({first["digest"], second["digest"], again["digest"]}) == 3
 
 
+async def test_a_refused_body_names_its_field(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        for path, body, field in (
+            ("", {"name": "a"}, "source"),
+            ("", {"name": "a", "source": "file:///x", "replace": "yes"}, "replace"),
+            ("", {"name": "a", "source": "file:///x", "pinned": True}, "pinned"),
+            ("", {"name": "a", "source": "file:///x", "tenant": "b/c"}, "tenant"),
+            ("/a/rollback", {"to": "1"}, "to"),
+        ):
+            answer = await house.http.post(f"/v1/adapters{path}", json=body)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, field), answer.text
+
+
 async def test_two_versions_are_served_at_once_and_an_earlier_one_comes_back(tmp_path: Path) -> None:
     async with open_house(tmp_path) as house:
         digests = [(await create(house, "a", seed, replace=True))["digest"] for seed in (1, 2, 3)]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from infinilora.gateway.schema import (
+    Body,
     ChatBody,
     CompletionBody,
     StreamOptions,
@@ -14,6 +15,7 @@ from infinilora.gateway.schema import (
     stop_strings,
     with_choice,
 )
+from infinilora.gateway.unserved import refuse_query
 from infinilora.protocol.errors import InvalidRequest
 
 
@@ -68,7 +70,7 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         *(("n", 0), ("n", 129), ("max_tokens", -1), ("temperature", -0.1), ("temperature", 2.1)),
         *(("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5), ("presence_penalty", 3)),
         *(("repetition_penalty", 0), ("min_tokens", -1), ("stream_options", {}), ("max_tokens", "5")),
-        ("lora_fallback", "other"),
+        *(("repetition_penalty", 1e-38), ("lora_fallback", "other")),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
@@ -123,3 +125,69 @@ def test_token_ids_are_checked_against_the_vocabulary() -> None:
 def test_a_body_nested_without_end_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         read_body(CompletionBody, raw)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("guided_json", {"type": "object"}), ("structured_outputs", {"regex": "a"}), ("bad_words", ["a"])),
+        *(("add_generation_prompt", False), ("length_penalty", 2.0), ("modalities", ["text", "audio"])),
+        *(("max_new_tokens", 3), ("extra_body", {"lora": "a1"})),
+    ],
+)
+def test_what_would_make_another_answer_is_not_ignored(kind: type[Body], field: str, value: Any) -> None:
+    own: dict[str, Any] = {"prompt": "p"} if kind is CompletionBody else {"messages": []}
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(kind, json.dumps({"model": "m", field: value} | own).encode())
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("tools", [{}]), ("messages", [{}]), ("max_completion_tokens", 5), ("top_logprobs", 0)),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_a_field_of_the_other_route_is_not_ignored(field: str, value: Any) -> None:
+    assert refusal(**{field: value}).param == field
+
+
+def test_fields_that_are_not_served_may_be_sent_where_they_mean_nothing() -> None:
+    completion(
+        **dict.fromkeys(("guided_json", "messages", "top_logprobs", "add_generation_prompt")),
+        use_beam_search=False,
+        length_penalty=1.0,
+        tool_choice="none",
+        tools=[],
+        no_repeat_ngram_size=0,
+        response_format={"type": "text"},
+    )
+
+
+@pytest.mark.parametrize("key", ["", "+1", " 1", "1_0", "01", "-1", "1.0", "\u0661", "9" * 5000])
+def test_a_bias_is_of_a_token_in_one_spelling(key: str) -> None:
+    body = completion(logit_bias={key: 5.0})
+    with pytest.raises(InvalidRequest) as refused:
+        sampling(body, max_tokens=4, vocab_size=100, logprobs=-1, prompt_logprobs=-1)
+    assert refused.value.param == "logit_bias"
+
+
+def test_a_top_p_of_next_to_nothing_is_not_read_as_off() -> None:
+    body = completion(top_p=1e-50)
+    assert 0 < sampling(body, max_tokens=4, vocab_size=100, logprobs=-1, prompt_logprobs=-1).top_p < 1e-30
+
+
+def test_a_field_deep_in_a_body_is_named_where_it_is_missing() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(ChatBody, b'{"model": "m", "messages": [{"role": "user"}, {"content": "x"}]}')
+    assert refused.value.param == "messages[1].role"
+
+
+@pytest.mark.parametrize("name", ["lora", "Adapter_id", "model", "MODEL"])
+def test_a_query_that_seems_to_name_a_model_is_refused(name: str) -> None:
+    refuse_query(["api-version", "stream"])
+    with pytest.raises(InvalidRequest) as refused:
+        refuse_query(["api-version", name])
+    assert refused.value.param == name

@@ -43,6 +43,6 @@ def check_name(text: str, what: str = "adapter name") -> str:
         raise InvalidRequest(
             f"{what} {text[:80]!r} is not allowed; wanted 1 to 128 of letters, digits, '.', '_', '-', "
             "beginning with a letter or digit",
-            param="name",
+            param="name" if what == "adapter name" else what,
         )
     return text

@@ -15,6 +15,7 @@ from infinilora.gateway.http import Door, on_fault, on_http_error, read_bounded
 from infinilora.gateway.management import Management
 from infinilora.gateway.models import list_models, show_model
 from infinilora.gateway.pages import MAX_LIMIT, read_page
+from infinilora.gateway.unserved import refuse_query
 from infinilora.runtime.metrics import CONTENT_TYPE, render
 from infinilora.runtime.problems import json_response
 
@@ -48,10 +49,12 @@ def create_app(deps: Deps) -> FastAPI:
 
     async def completions(request: Request, caller: Caller) -> Response:
         """Complete prompts: text or token ids."""
+        refuse_query(request.query_params)
         return await deps.desk.completions(caller, await read_bounded(request, deps.max_body_bytes))
 
     async def chat_completions(request: Request, caller: Caller) -> Response:
         """Answer a conversation."""
+        refuse_query(request.query_params)
         return await deps.desk.chat(caller, await read_bounded(request, deps.max_body_bytes))
 
     async def models(request: Request, caller: Caller) -> Response:

@@ -81,6 +81,8 @@ def _read_part(part: Any, where: str) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
+        case {"type": "text"}:
+            raise InvalidRequest(f"{where}: a text part must have a 'text' that is a string", param="messages")
         case {"type": str(kind)}:
             raise InvalidRequest(
                 f"{where}: content of type '{kind[:40]}' is not supported; wanted 'text'", param="messages"

@@ -14,6 +14,7 @@ from infinilora.gateway.desk import Caller
 from infinilora.gateway.http import Handler, bounded, read_bounded
 from infinilora.gateway.ledger import Ledger, Outcome
 from infinilora.gateway.pages import read_page
+from infinilora.gateway.schema import misfit
 from infinilora.gateway.sources import Sources
 from infinilora.gateway.sse import while_connected
 from infinilora.gateway.states import States
@@ -262,8 +263,10 @@ async def _read(request: Request, kind: type[B]) -> B:
     raw = await read_bounded(request, MAX_JSON_BYTES)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is not what this route of /v1/adapters takes: {error}") from None
+    except msgspec.ValidationError as error:
+        raise misfit(error) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
 
 
 def _read_form(fields: Mapping[str, str]) -> UploadForm:
@@ -272,4 +275,4 @@ def _read_form(fields: Mapping[str, str]) -> UploadForm:
     try:
         return msgspec.convert(said, UploadForm, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the fields of the upload are not what /v1/adapters takes: {error}") from None
+        raise misfit(error) from None

@@ -1,8 +1,7 @@
 """What clients may write in a request body, and its translation into the engine's sampling.
 
 Field names, defaults and ranges are OpenAI's; what we add is named as other open servers name it. Fields we
-do not know are ignored, as OpenAI does, except those that seem to name an adapter: whoever sends one expects
-an adapter's answer, and must not get the base model's.
+do not know are hints, and ignored, except those of `unserved`.
 """
 
 import re
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from infinilora.gateway.unserved import refuse_unserved
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.generate_pb2 import Sampling
 from infinilora.protocol.ids import SloClass
@@ -21,10 +21,13 @@ MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 _U64 = (1 << 64) - 1
+_LEAST_TOP_P = 2.0**-126
+"""The least that stays itself in single precision, where less may become 0, which engines read as off."""
 
-_ADAPTER_LOOKING = re.compile(r"lora|adapter", re.IGNORECASE)
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`\Z")
-_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_ID = re.compile(r"(0|[1-9][0-9]{0,18})\Z")
+"""A token id in its one spelling: two keys of one id would be two biases."""
+_STRAY = re.compile(r"(?P<what>missing required|unknown) field `(?P<name>[^`]+)`")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -114,28 +117,24 @@ def read_body(kind: type[B], raw: bytes) -> B:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _refuse_adapter_fields(kind, fields)
+    refuse_unserved(fields, kind.__struct_fields__)
     try:
         body = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise misfit(error) from None
     _check_ranges(body)
     return body
 
 
-def _refuse_adapter_fields(kind: type[Body], fields: dict[str, Any]) -> None:
-    for name in fields:
-        if _ADAPTER_LOOKING.search(name) and name not in kind.__struct_fields__:
-            raise InvalidRequest(f"field '{name[:80]}' is not supported; name the adapter in 'model'", param=name[:80])
-
-
-def _invalid(message: str) -> InvalidRequest:
+def misfit(error: msgspec.ValidationError) -> InvalidRequest:
     """The decoder's words, with the field they speak of as `param`."""
-    if missing := _MISSING.search(message):
-        return InvalidRequest(f"field '{missing['name']}' is missing", param=missing["name"])
-    path = _PATH.search(message)
-    param = path["path"] if path else None
-    words = _PATH.sub("", message)
+    path = _PATH.search(str(error))
+    param = path["path"] if path else ""
+    words = _PATH.sub("", str(error))
+    if stray := _STRAY.search(words):
+        name = f"{param}.{stray['name']}" if param else stray["name"]
+        is_missing = "missing" in stray["what"]
+        return InvalidRequest(f"field '{name[:80]}' is {'missing' if is_missing else 'not known'}", param=name[:80])
     return InvalidRequest(f"{param}: {words}" if param else words, param=param or None)
 
 
@@ -150,6 +149,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0.01, 100),
     ("top_logprobs", 0, MAX_LOGPROBS),
 )
 
@@ -162,10 +162,6 @@ def _check_ranges(body: Body) -> None:
             raise InvalidRequest(f"{name} is {value}; wanted {low:g}{top}", param=name)
     if body.top_p == 0:
         raise InvalidRequest("top_p is 0; wanted more than 0 and at most 1", param="top_p")
-    if body.repetition_penalty is not None and not 0 < body.repetition_penalty <= 100:
-        raise InvalidRequest(
-            f"repetition_penalty is {body.repetition_penalty}; wanted more than 0", param="repetition_penalty"
-        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream=true", param="stream_options")
 
@@ -187,7 +183,7 @@ def sampling(body: Body, *, max_tokens: int, vocab_size: int, logprobs: int, pro
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -216,10 +212,9 @@ def _biases(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias has {len(biases)} entries; at most {MAX_BIASES}", param="logit_bias")
     if any(not -100 <= value <= 100 for value in biases.values()):
         raise InvalidRequest("logit_bias values must lie between -100 and 100", param="logit_bias")
-    try:
-        ids = [int(key) for key in biases]
-    except ValueError:
-        raise InvalidRequest("logit_bias keys must be token ids", param="logit_bias") from None
+    if not all(_ID.match(key) for key in biases):
+        raise InvalidRequest("logit_bias keys must be token ids, as '0' or '123'", param="logit_bias")
+    ids = [int(key) for key in biases]
     return {_token_id(i, vocab_size, "logit_bias"): bias for i, bias in zip(ids, biases.values(), strict=True)}
 
 
