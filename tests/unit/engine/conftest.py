@@ -30,13 +30,13 @@ def oracle(tiny: Callable[[str], TinyModel]) -> Callable[[str], Oracle]:
 
 @pytest.fixture(scope="session")
 def adapter(tiny: Callable[[str], TinyModel]) -> Callable[..., Path]:
-    """A random PEFT adapter of a tiny model: adapter(model, rank, targets, seed)."""
+    """A random PEFT adapter of a tiny model: adapter(model, rank, targets, seed, std)."""
 
     @cache
-    def make(name: str, rank: int, targets: tuple[str, ...], seed: int) -> Path:
+    def make(name: str, rank: int, targets: tuple[str, ...], seed: int, std: float = 0.25) -> Path:
         model = tiny(name).directory
         return write_adapter(
-            model.parent / f"{name}-a{seed}-r{rank}", model, rank=rank, targets=targets, seed=seed, std=0.25
+            model.parent / f"{name}-a{seed}-r{rank}", model, rank=rank, targets=targets, seed=seed, std=std
         )
 
     return make

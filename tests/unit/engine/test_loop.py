@@ -22,7 +22,7 @@ from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.runner import Runner
 from infinilora.engine.sched.scheduler import Limits, Rows
 from infinilora.engine.sequence import SamplingParams, Sequence
-from infinilora.protocol.errors import AdapterFailed, AdapterLoading, DeadlineExceeded, Overloaded
+from infinilora.protocol.errors import AdapterFailed, AdapterInvalid, AdapterLoading, DeadlineExceeded, Overloaded
 from support.engines import Heard, TestEngine, load_tiny
 from support.oracle import ATTENTION, MLP, Oracle
 from support.plain_lora import PlainLora
@@ -260,6 +260,28 @@ def test_a_broken_adapter_gives_base_output_only_to_whom_accepted_it(
     else:
         assert isinstance(heard.failed.error, AdapterFailed)
         assert heard.tokens == []
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
+def test_where_no_number_comes_out_no_token_does_and_neighbours_go_on(
+    engine: TestEngine, lora: PlainLora, adapter: MakeAdapter, loaded: Loaded, asked: dict[str, Any]
+) -> None:
+    huge = lora.register(adapter("llama", 8, ATTENTION, 91, std=1e20))
+    good = lora.register(adapter("llama", 8, ATTENTION, 22))
+    broken, base, other, scored = (
+        engine.ask(PROMPT, digest=huge, max_tokens=4, **asked),
+        engine.ask(PROMPT, max_tokens=4),
+        engine.ask(PROMPT, digest=good, max_tokens=4),
+        engine.ask(PROMPT, digest=huge, max_tokens=0, prompt_logprobs=1),
+    )
+    accepting = engine.ask(PROMPT, digest=huge, max_tokens=4, fallback_base=True)
+    engine.run()
+    for heard in (broken, scored):
+        assert isinstance(heard.failed.error, AdapterInvalid)
+        assert [*heard.tokens, heard.has_prompt_scores] == [False]
+    assert base.tokens == accepting.tokens == alone(loaded, PROMPT, max_tokens=4)
+    assert (accepting.ended.degraded, len(other.tokens)) == (True, 4)
+    engine.loop.check_idle()
 
 
 def test_a_sequence_that_runs_without_a_token_can_still_degrade(

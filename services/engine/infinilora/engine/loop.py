@@ -25,9 +25,11 @@ from infinilora.engine.sequence import Phase, Sequence
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import (
     AdapterFailed,
+    AdapterInvalid,
     AdapterLoading,
     DeadlineExceeded,
     InfiniLoraError,
+    Internal,
     Overloaded,
 )
 from infinilora.protocol.ids import Digest
@@ -228,6 +230,8 @@ class EngineLoop:
             self._fail(self._jobs[outcome.too_large.sequence], Overloaded(words, retry_after_s=1.0))
         for rows in outcome.lost:
             self._lost(self._jobs[rows.sequence])
+        for sequence in dict.fromkeys(rows.sequence for rows in outcome.overflowed):
+            self._overflowed(self._jobs[sequence])
         for rows in outcome.done:
             job = self._jobs[rows.sequence]
             job.times_lost = 0
@@ -260,6 +264,15 @@ class EngineLoop:
         if job.times_lost > _MAX_LOSSES:
             message = f"the deltas of adapter {job.sequence.digest} were lost {job.times_lost} times in a row"
             self._fail(job, AdapterFailed(message, retry_after_s=1.0))
+
+    def _overflowed(self, job: Job) -> None:
+        """Its logits are no numbers, and would not be another time: an adapter's weights may be too large for that."""
+        digest = job.sequence.digest
+        if digest is None:
+            self._fail(job, Internal("the base model's logits for this request are not finite numbers"))
+        else:
+            words = f"the logits for this request are not finite numbers: the weights of adapter {digest} are too large"
+            self._without_adapter(job, AdapterInvalid(words))
 
     # Ends -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Logits are of a few of a step's rows, so adapters of lm_head have a plan of thei
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -55,6 +56,8 @@ class Outcome:
     sampled: dict[Sequence, Sampled] = field(default_factory=dict)
     prompt_scores: dict[Sequence, dict[int, TokenScore]] = field(default_factory=dict)
     """Scores of prompt tokens by position; position 0 has none."""
+    overflowed: list[Rows] = field(default_factory=list)
+    """Computed, and no number came out: neither a token nor a score of them means anything."""
     lost: list[Rows] = field(default_factory=list)
     too_large: Rows | None = None
     """There was no memory, and nothing was computed: the rows that asked for the most of it."""
@@ -230,7 +233,8 @@ class Runner:
                 heads.append(_Head(at - 1, each))
         self._sample(hidden, heads, outcome)
         self._verify(placed, outcome)
-        outcome.done = [p.rows for p in placed if p.rows not in outcome.lost]
+        outcome.overflowed = [rows for rows in outcome.overflowed if rows not in outcome.lost]
+        outcome.done = [p.rows for p in placed if p.rows not in outcome.lost and p.rows not in outcome.overflowed]
 
     def _verify(self, placed: list[Placed], outcome: Outcome) -> None:
         """Nothing of rows whose deltas did not come leaves the step; the others have all that they need."""
@@ -252,8 +256,10 @@ class Runner:
             except StepLost as loss:
                 _lose(loss, [head.placed for head in heads], outcome)
                 continue
-            sequences = [head.placed.rows.sequence for head in heads]
-            outcome.sampled = dict(zip(sequences, sample(logits, sequences), strict=True))
+            each = [head.placed.rows for head in heads]
+            sampled = sample(logits, [rows.sequence for rows in each])
+            outcome.sampled = {rows.sequence: token for rows, token in zip(each, sampled, strict=True)}
+            outcome.overflowed += [rows for rows in each if not outcome.sampled[rows.sequence].is_sound]
             return
 
     def _logits(self, hidden: Tensor, runs: list[tuple[Lease | None, int]]) -> Tensor:
@@ -283,6 +289,9 @@ class Runner:
             num_top = sequence.params.prompt_logprobs or 0
             tokens = sequence.tokens[start + 1 : stop + 1]
             scored = score(logprobs, tokens, [num_top] * len(tokens))
+            if any(math.isnan(each.logprob) for each in scored):
+                outcome.overflowed.append(item)
+                return
             scores.update(zip(range(start + 1, stop + 1), scored, strict=True))
         outcome.prompt_scores[sequence] = scores
 

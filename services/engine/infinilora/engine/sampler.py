@@ -39,6 +39,8 @@ class Sampled:
 
     token_id: int
     score: TokenScore | None = None
+    is_sound: bool = True
+    """False where something overflowed on the way to the logits: the token means nothing."""
 
 
 def sample(logits: Tensor, sequences: Many[Sequence]) -> list[Sampled]:
@@ -48,12 +50,15 @@ def sample(logits: Tensor, sequences: Many[Sequence]) -> list[Sampled]:
     for row, sequence in enumerate(sequences):
         if _is_adjusted(sequence):
             _adjust(logits[row], sequence)
-    tokens = _choose(logits, sequences).tolist()
+    likeliest = _likeliest(logits)
+    # Both argmaxes take a NaN, then +inf, for the largest: a look at that one finds any.
+    sound = (logits.gather(1, likeliest[:, None])[:, 0] < torch.inf).tolist()
+    tokens = _draw_random(logits, likeliest, sequences).tolist()
     scores: dict[int, TokenScore] = {}
     if raw is not None:
         wanted = [sequences[i].params.logprobs or 0 for i in scored]
         scores = dict(zip(scored, score(raw, [tokens[i] for i in scored], wanted), strict=True))
-    return [Sampled(token, scores.get(i)) for i, token in enumerate(tokens)]
+    return [Sampled(token, scores.get(i), sound[i]) for i, token in enumerate(tokens)]
 
 
 def score(logprobs: Tensor, tokens: Many[int], num_top: Many[int]) -> list[TokenScore]:
@@ -99,9 +104,8 @@ def _adjust(logits: Tensor, sequence: Sequence) -> None:
         logits[torch.tensor(sorted(params.stop_token_ids), device=logits.device)] = -torch.inf
 
 
-def _choose(logits: Tensor, sequences: Many[Sequence]) -> Tensor:
-    """Token ids int64 [rows]."""
-    tokens = _likeliest(logits)
+def _draw_random(logits: Tensor, tokens: Tensor, sequences: Many[Sequence]) -> Tensor:
+    """`tokens` int64 [rows], the likeliest, where a sequence is random with a drawn one in its place; in place."""
     random = [i for i, s in enumerate(sequences) if s.params.temperature > 0]
     for is_cut, draw in ((False, _draw_from_all), (True, _draw_truncated)):
         rows = [i for i in random if _is_truncated(sequences[i].params) is is_cut]
