@@ -86,6 +86,7 @@ class GroupOfPools:
         capacity_bytes: int = 4 << 20,
         num_slots: int = 8,
         host_bytes: int = 0,
+        load_share: float = 1.0,
         kernels: Callable[[], PoolKernels] | None = None,
         follower_device: LateDevice | None = None,
     ) -> None:
@@ -110,6 +111,7 @@ class GroupOfPools:
                 cache_dir=work / "cache",
                 cache_bytes=4 << 20,
                 host_bytes=host_bytes,
+                load_share=load_share,
                 share=Share.of_group(self.sharding, shard),
             )
 

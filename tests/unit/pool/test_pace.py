@@ -8,9 +8,11 @@ from typing_extensions import override
 
 from infinilora.pool.pace import QUIET_AFTER_S, Pace
 from infinilora.pool.pool import AdapterPool, LeaseState, PoolConfig
+from infinilora.protocol.shards import Shape
 from infinilora.runtime.blobs import DirectoryBlobs
 from support.cards import make_card
 from support.pools import DefinedKernels, Packed, Told, pack
+from support.sharded_pools import GroupOfPools
 
 MB = 1_000_000
 CARD = make_card("llama", num_layers=3)
@@ -133,3 +135,24 @@ def test_steps_of_an_adapter_that_loads_do_not_slow_its_load(house: House) -> No
     told.resident()
     assert not any(house.pace.rests)
     assert len([s for s in told.states if s.is_admissible and not s.is_resident]) > 0
+
+
+def test_loads_of_a_shard_that_follows_go_slowly_while_what_is_whole_there_is_served(tmp_path: Path) -> None:
+    blobs = DirectoryBlobs(tmp_path / "store")
+    packed = [pack(tmp_path, blobs, CARD, seed=seed) for seed in range(2)]
+    group = GroupOfPools(CARD, Shape(1, 2), blobs, tmp_path, load_share=0.001)
+    follower = group.followers[1]
+    follower._pace = follower._loader._pace = pace = Recorded(follower._loader._pace)
+
+    def load(number: int) -> tuple[int, list[float]]:
+        told, num_before = Told(), len(pace.rests)
+        group.head.lease("engine", packed[number].digest, told)
+        return told.resident().slot, pace.rests[num_before:]
+
+    slot, idle = load(0)
+    group.grants(1).stepped([99, slot])
+    _, served = load(1)
+    group.close()
+    assert idle
+    assert not any(idle)
+    assert any(served)

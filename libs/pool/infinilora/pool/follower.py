@@ -5,7 +5,8 @@ slot_generation: the head grants, and empties a slot only when nobody leases it.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,6 +16,7 @@ import torch
 from infinilora.pool.execute import Grants
 from infinilora.pool.group import EmptySlot, ForgetDigest, Order, StageSlot
 from infinilora.pool.loader import Lanes, Loader, Target
+from infinilora.pool.pace import Pace
 from infinilora.pool.pages import PAGE_BYTES
 from infinilora.pool.pool import PoolConfig, PoolKernels, PoolLoad, tiers_of
 from infinilora.pool.retire import RetireQueue
@@ -74,14 +76,17 @@ class FollowerPool:
         self._grants: dict[str, Grants] = {}
         self._tiers = tiers_of(config, blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
-        self._loader = Loader(self._tiers, kernels, self, lanes=lanes, on_death=on_death, device=config.device)
+        self._pace = Pace(config.load_share)
+        self._loader = Loader(
+            self._tiers, kernels, self, lanes=lanes, on_death=on_death, pace=self._pace, device=config.device
+        )
 
     # For links -----------------------------------------------------------------------------------
 
     def grants(self, holder: str) -> Grants:
         """What this link may compute with: everything that is here, as it comes and goes."""
         with self._lock:
-            grants = self._grants.setdefault(holder, Grants(device=self._config.device))
+            grants = self._grants.setdefault(holder, Grants(self._note_step, self._config.device))
             for slot, tenancy in self._tenancies.items():
                 if tenancy.layers_ready and not tenancy.is_leaving:
                     grants.grant(slot, tenancy.slot_generation, tenancy.layers_ready)
@@ -114,7 +119,7 @@ class FollowerPool:
         with self._lock:
             used = sum(tenancy.num_bytes for tenancy in self._tenancies.values())
             total = self._config.capacity_bytes
-            here = tuple(t.digest for t in self._tenancies.values() if t.layers_ready > self._config.num_layers)
+            here = tuple(tenancy.digest for tenancy in self._tenancies.values() if self._is_here(tenancy))
             return PoolLoad(bytes_total=total, bytes_free=total - used, leases=0, waiting=0, resident=here)
 
     def tier_bytes(self) -> dict[str, int]:
@@ -134,6 +139,14 @@ class FollowerPool:
         self._loader.close()
         self._retiring.close()
         self._tiers.close()
+
+    # From the step threads of links ----------------------------------------------------------------
+
+    def _note_step(self, slots: Iterable[int]) -> None:
+        """As `AdapterPool._note_step`, of what is whole on this shard: loads go slowly while it is served."""
+        found = (self._tenancies.get(slot) for slot in slots)
+        if any(tenancy is not None and self._is_here(tenancy) for tenancy in found):
+            self._pace.stepped(time.monotonic())
 
     # From the loader's threads -------------------------------------------------------------------
 
@@ -179,6 +192,10 @@ class FollowerPool:
     def stopped(self, target: Target) -> None:
         with self._lock:
             self._empty(target.slot)
+
+    def _is_here(self, tenancy: _Tenancy) -> bool:
+        """Whether all that this shard has of it has been loaded; lm_head counts as a layer."""
+        return tenancy.layers_ready > self._config.num_layers
 
     # Under the lock ------------------------------------------------------------------------------
 
