@@ -1,5 +1,7 @@
 """The slot table by table and by a machine that plays pool, loader, engines and coordinator at random."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -270,6 +272,51 @@ def test_room_in_too_many_pieces_pushes_out_one_more() -> None:
     assert isinstance(pool.table.decide(0.0), Place)
 
 
+def test_an_aged_one_that_finds_too_little_begins_with_what_is_worth_least() -> None:
+    pool = Pool()
+    pool.load("in use", 20)
+    for name in ("hot", "cold"):
+        pool.load(name, 30)
+        pool.release(name)
+    pool.now += 1.0
+    pool.table.lease("e", Digest("hot"), pool.now)
+    pool.release("hot")
+    pool.table.lease("e", Digest("big"), pool.now)
+    pool.table.sized(Digest("big"), num_bytes=90, num_layers=LAYERS, now=pool.now)
+    assert pool.table.decide(pool.now) is None
+    pool.now += LIMITS.age_after_s
+    drains = [pool.table.decide(pool.now), pool.table.decide(pool.now)]
+    assert [d.digest for d in drains if isinstance(d, Drain)] == ["cold", "hot"]
+
+
+def test_a_use_that_has_just_ended_counts() -> None:
+    """Of 1 + 2^(-100/60) uses at 100 s, and 2 of 50 s before: 2 * 2^(-50/60), which is less."""
+    pool = Pool()
+    pool.load("long", 50)
+    pool.now = 50.0
+    pool.load("short", 50)
+    pool.release("short")
+    pool.now = 100.0
+    pool.release("long")
+    for name in ("long", "short"):
+        slot = pool.table.slot_of(Digest(name))
+        assert slot is not None
+        assert slot.reload_s == 1e-4
+    pool.want("wanted", 50)
+    assert pool.is_placed("long")
+    assert not pool.is_placed("short")
+
+
+def test_an_unpinned_adapter_may_go() -> None:
+    pool = Pool(num_slots=1)
+    pool.load("pinned")
+    pool.table.pin(Digest("pinned"), pinned=True)
+    pool.release("pinned")
+    pool.table.pin(Digest("pinned"), pinned=False)
+    pool.want("wanted")
+    assert pool.is_placed("wanted")
+
+
 SIZES = {Digest(f"d{i}"): size for i, size in enumerate((20, 40, 60, 90))}
 NAMES = st.sampled_from(sorted(SIZES))
 HOLDERS = st.sampled_from(["e0", "e1"])
@@ -389,6 +436,13 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def the_table_is_sound(self) -> None:
         self.table.check()
+
+    @invariant()
+    def what_may_go_is_in_order_of_its_worth_now(self) -> None:
+        """By the definition: heat * reload_s / num_bytes. `check` compares who they are."""
+        slots = [self.table.slot_of(c.digest) for c in self.table._evictable]
+        worths = [self.table._heat.of(s.digest, self.now) * s.reload_s / s.num_bytes for s in slots if s and s.digest]
+        assert all(a <= b * (1 + 1e-9) for a, b in pairwise(worths))
 
     @invariant()
     def every_lease_stands_on_the_tenancy_it_was_granted(self) -> None:

@@ -4,12 +4,16 @@ An adapter is worth keeping for the time that its next use would cost, per byte 
 
     worth = heat [1/s] * reload_s [s] / num_bytes
 
-The least worth goes first. Pinned adapters and those in use are never chosen.
+The least worth goes first. Pinned adapters and those in use are never chosen: they are not in the order.
+
+All heats fade alike, so who is worth less than whom never changes by time alone. The order is kept as its members come
+and go, by the logarithm of their worth at time 0, and finding victims costs no more than there are of them.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from infinilora.protocol.ids import Digest
 
@@ -35,44 +39,66 @@ class Heat:
         score, stamp = self._scores.get(digest, (0.0, now))
         return score * math.exp2((stamp - now) / HALF_LIFE_S) * math.log(2) / HALF_LIFE_S
 
+    def level(self, digest: Digest) -> float:
+        """log2 of the decayed uses at time 0: higher is hotter at any time. Never used: minus infinity."""
+        score, stamp = self._scores.get(digest, (0.0, 0.0))
+        return math.log2(score) + stamp / HALF_LIFE_S if score else -math.inf
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What eviction may know of one resident adapter. `heat`: decayed uses per second."""
 
+class Candidate(NamedTuple):
+    """A resident adapter that may go; in their natural order the least worth is first, ties by digest.
+
+    `worth`: log2 of the worth above, at time 0.
+    """
+
+    worth: float
     digest: Digest
     num_bytes: int
-    heat: float
-    reload_s: float
-    is_pinned: bool = False
-    in_use: bool = False
-
-    @property
-    def worth(self) -> float:
-        return self.heat * self.reload_s / max(1, self.num_bytes)
-
-    @property
-    def is_evictable(self) -> bool:
-        return not (self.is_pinned or self.in_use)
 
 
-def choose_victims(candidates: Iterable[Candidate], *, need_bytes: int, need_slots: int) -> tuple[Digest, ...] | None:
+def candidate(digest: Digest, num_bytes: int, *, level: float, reload_s: float) -> Candidate:
+    """With `level` as `Heat` tells it."""
+    return Candidate(level + math.log2(reload_s / max(1, num_bytes)), digest, num_bytes)
+
+
+class EvictionOrder:
+    """All that may be evicted, least worth first. A member keeps the worth that it came with."""
+
+    def __init__(self) -> None:
+        self._ranked: list[Candidate] = []
+        self._members: dict[Digest, Candidate] = {}
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._ranked)
+
+    def add(self, member: Candidate) -> None:
+        """In place of what was told of its digest before."""
+        self.discard(member.digest)
+        self._members[member.digest] = member
+        insort(self._ranked, member)
+
+    def discard(self, digest: Digest) -> None:
+        """Nothing happens if it is no member."""
+        if member := self._members.pop(digest, None):
+            del self._ranked[bisect_left(self._ranked, member)]
+
+
+def choose_victims(by_worth: Iterable[Candidate], *, need_bytes: int, need_slots: int) -> tuple[Digest, ...] | None:
     """The adapters whose going frees `need_bytes` and `need_slots`, least worth first; None if all are not enough.
 
     No victim is superfluous: whoever is taken early and is no longer needed once a larger one has gone stays.
     """
-    by_worth = sorted((c for c in candidates if c.is_evictable), key=lambda c: (c.worth, c.digest))
     chosen: list[Candidate] = []
     freed = 0
-    for candidate in by_worth:
+    for each in by_worth:
         if freed >= need_bytes and len(chosen) >= need_slots:
             break
-        chosen.append(candidate)
-        freed += candidate.num_bytes
+        chosen.append(each)
+        freed += each.num_bytes
     if freed < need_bytes or len(chosen) < need_slots:
         return None
-    for candidate in reversed(tuple(chosen)):
-        if freed - candidate.num_bytes >= need_bytes and len(chosen) > need_slots:
-            chosen.remove(candidate)
-            freed -= candidate.num_bytes
-    return tuple(c.digest for c in chosen)
+    for each in reversed(tuple(chosen)):
+        if freed - each.num_bytes >= need_bytes and len(chosen) > need_slots:
+            chosen.remove(each)
+            freed -= each.num_bytes
+    return tuple(each.digest for each in chosen)

@@ -17,9 +17,11 @@ push out a leased, pinned or hinted adapter; a pinned one comes before the other
 The caller asks `decide` for one decision at a time, acts, and reports with `place`, `no_room`, `emptied`, `refuse`.
 """
 
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import takewhile
 
-from infinilora.pool.evict import Candidate, Heat, choose_victims
+from infinilora.pool.evict import Candidate, EvictionOrder, Heat, candidate, choose_victims
 from infinilora.pool.tenancy import DEFAULT_RELOAD_S, Decision, Drain, Limits, Place, Refuse, Slot, SlotState, Waiting
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded
 from infinilora.protocol.ids import Digest
@@ -29,7 +31,8 @@ class SlotTable:
     """The slots of one pool and the queue before them. Not thread-safe: the pool locks around it.
 
     Between calls: every digest is in at most one slot that is not draining, or in the queue, never in both;
-    bytes of slots that are not EMPTY never exceed the capacity.
+    bytes of slots that are not EMPTY never exceed the capacity. What `decide` asks of all slots is kept as they change:
+    a pool of a thousand slots is asked with every lease and release.
     """
 
     def __init__(
@@ -42,6 +45,10 @@ class SlotTable:
         self.pins: set[Digest] = set()
         self.is_draining = False
         self._live: dict[Digest, Slot] = {}
+        self._empty = list(range(num_slots))  # a heap: the lowest is placed in first
+        self._evictable = EvictionOrder()
+        self._leaving: set[Digest] = set()
+        self._used_bytes = self._draining_bytes = self._num_draining = 0
         self._num_freed = 0
         self._heat = Heat()
 
@@ -63,6 +70,7 @@ class SlotTable:
             return None
         slot.holders.add(holder)
         slot.evict_when_idle = False
+        self._reconsider(slot)
         return slot
 
     def release(self, holder: str, digest: Digest, now: float) -> None:
@@ -74,6 +82,7 @@ class SlotTable:
         if (slot := self._live.get(digest)) and holder in slot.holders:
             slot.holders.remove(holder)
             self._heat.warm(digest, now)
+            self._reconsider(slot)
 
     def held_by(self, holder: str) -> tuple[Digest, ...]:
         """All digests that the holder leases or waits for."""
@@ -85,6 +94,7 @@ class SlotTable:
         if slot := self._live.get(digest):
             slot.is_wanted = True
             slot.evict_when_idle = False
+            self._reconsider(slot)
         else:
             self._wait_for(digest).is_wanted = True
 
@@ -97,6 +107,7 @@ class SlotTable:
         if (slot := self._live.get(digest)) and digest not in self.pins:
             slot.is_wanted = False
             slot.evict_when_idle = True
+            self._reconsider(slot)
 
     def pin(self, digest: Digest, *, pinned: bool) -> None:
         """Keep it resident, and stage it if it is not; or stop keeping it."""
@@ -105,6 +116,8 @@ class SlotTable:
             self.stage(digest)
         else:
             self.pins.discard(digest)
+            if slot := self._live.get(digest):
+                self._reconsider(slot)
 
     # What the pool reports -----------------------------------------------------------------------
 
@@ -117,7 +130,7 @@ class SlotTable:
         """Give the digest an EMPTY slot. Its holders are granted their leases. After `decide` said Place."""
         entry = self.waiting[digest]
         assert entry.num_bytes is not None
-        slot = next(s for s in self.slots if s.state is SlotState.EMPTY)
+        slot = self.slots[heappop(self._empty)]
         for earlier in takewhile(lambda w: w is not entry, self.waiting.values()):
             earlier.bypassed += earlier.num_bytes is not None
         del self.waiting[digest]
@@ -127,12 +140,14 @@ class SlotTable:
         slot.layers_ready, slot.staged_at, slot.reload_s = 0, now, DEFAULT_RELOAD_S
         slot.holders, slot.is_wanted = entry.holders, entry.is_wanted
         slot.evict_when_idle = False
+        self._used_bytes += slot.num_bytes
         self._live[digest] = slot
+        self._reconsider(slot)
         return slot
 
     def no_room(self, digest: Digest) -> None:
         """There were bytes enough, but in too many pieces: it is asked again once another slot has been freed."""
-        assert any(s.state is not SlotState.EMPTY for s in self.slots), "an empty pool has all its room in one piece"
+        assert len(self._empty) < len(self.slots), "an empty pool has all its room in one piece"
         self.waiting[digest].split_at = self._num_freed
 
     def layers_ready(self, index: int, slot_generation: int, count: int, now: float) -> Slot | None:
@@ -144,6 +159,7 @@ class SlotTable:
         if slot.layers_ready >= slot.num_layers:
             slot.state = SlotState.READY
             slot.reload_s = max(1e-4, now - slot.staged_at)
+            self._reconsider(slot)
         return slot
 
     def failed(self, digest: Digest) -> tuple[tuple[str, ...], Drain | None]:
@@ -165,7 +181,11 @@ class SlotTable:
         slot = self.slots[index]
         assert slot.state is SlotState.DRAINING
         assert slot.slot_generation == slot_generation
+        self._used_bytes -= slot.num_bytes
+        self._draining_bytes -= slot.num_bytes
+        self._num_draining -= 1
         slot.state, slot.digest, slot.num_bytes, slot.layers_ready = SlotState.EMPTY, None, 0, 0
+        heappush(self._empty, index)
         self._num_freed += 1
 
     # What to do next -----------------------------------------------------------------------------
@@ -181,24 +201,25 @@ class SlotTable:
         return min((t for t in times if t > now), default=None)
 
     def _drain_idle(self) -> Drain | None:
-        for slot in self._live.values():
-            if slot.holders or slot.digest in self.pins:
-                continue
-            is_unwanted_load = slot.state is SlotState.STAGING and not slot.is_wanted
-            if is_unwanted_load or slot.evict_when_idle:
-                return self._drain(slot)
-        return None
+        if not self._leaving:
+            return None
+        return self._drain(next(slot for digest, slot in self._live.items() if digest in self._leaving))
 
     def _refuse_hopeless(self, now: float) -> Refuse | None:
+        if not self.waiting:
+            return None
+        pinned = [self._live[digest].num_bytes for digest in self.pins if digest in self._live]
         for entry in self.waiting.values():
-            if error := self._why_hopeless(entry, now):
+            if error := self._why_hopeless(entry, now, num_pinned=len(pinned), pinned_bytes=sum(pinned)):
                 return Refuse(entry.digest, error)
         return None
 
-    def _why_hopeless(self, entry: Waiting, now: float) -> InfiniLoraError | None:
+    def _why_hopeless(
+        self, entry: Waiting, now: float, *, num_pinned: int, pinned_bytes: int
+    ) -> InfiniLoraError | None:
         if self.is_draining:
             return _draining()
-        if self._num_pinned(without=entry.digest) == len(self.slots):
+        if num_pinned == len(self.slots):
             return Overloaded(
                 f"adapter {entry.digest} needs a slot; all {len(self.slots)} of this pool hold pinned adapters: "
                 "unpin one or raise num_slots"
@@ -206,13 +227,12 @@ class SlotTable:
         if entry.num_bytes is None:
             return None
         wanted = f"adapter {entry.digest} needs {entry.num_bytes} bytes"
-        pinned = self.pinned_bytes(without=entry.digest)
         if entry.num_bytes > self.capacity_bytes:
             return AdapterFailed(
                 f"{wanted}; this pool has {self.capacity_bytes} in all: raise pool_bytes or use a larger group"
             )
-        if entry.num_bytes > self.capacity_bytes - pinned:
-            return Overloaded(f"{wanted}; of {self.capacity_bytes} in this pool {pinned} are pinned")
+        if entry.num_bytes > self.capacity_bytes - pinned_bytes:
+            return Overloaded(f"{wanted}; of {self.capacity_bytes} in this pool {pinned_bytes} are pinned")
         if now - entry.since >= self.limits.max_wait_s:
             return Overloaded(
                 f"{wanted}; none came free in {self.limits.max_wait_s:g} s, all are leased", retry_after_s=1.0
@@ -220,37 +240,41 @@ class SlotTable:
         return None
 
     def _serve_queue(self, now: float) -> Drain | Place | None:
+        hints: list[Waiting] = []
         for entry in self.waiting.values():
-            if entry.num_bytes is None or not entry.holders:
+            if entry.num_bytes is None:
+                continue
+            if not entry.holders:
+                hints.append(entry)
                 continue
             is_aged = self._is_aged(entry, now)
-            if decision := self._make_room(entry, entry.num_bytes, now=now, is_aged=is_aged):
+            if decision := self._make_room(entry, entry.num_bytes, is_aged=is_aged):
                 return decision
             if is_aged:
                 return None
-        hints = [w for w in self.waiting.values() if w.num_bytes is not None and not w.holders]
         hints.sort(key=lambda w: w.digest not in self.pins)
-        decisions = (self._make_room(w, w.num_bytes or 0, now=now, is_aged=False) for w in hints)
+        decisions = (self._make_room(w, w.num_bytes or 0, is_aged=False) for w in hints)
         return next((d for d in decisions if d), None)
 
-    def _make_room(self, entry: Waiting, num_bytes: int, *, now: float, is_aged: bool) -> Drain | Place | None:
+    def _make_room(self, entry: Waiting, num_bytes: int, *, is_aged: bool) -> Drain | Place | None:
         """Place if there is room; else drain the next victim, if that helps (an aged entry keeps what it frees)."""
         short_bytes = num_bytes - self.free_bytes
-        short_slots = 0 if any(s.state is SlotState.EMPTY for s in self.slots) else 1
+        short_slots = 0 if self._empty else 1
         is_split = entry.split_at == self._num_freed
         if short_bytes <= 0 and not short_slots and not is_split:
             return Place(entry.digest, num_bytes)
-        on_the_way = [s for s in self.slots if s.state is SlotState.DRAINING]
-        short_bytes = max(short_bytes - sum(s.num_bytes for s in on_the_way), 0)
-        short_slots = max(short_slots - len(on_the_way), 0)
-        if is_split and not on_the_way:
+        short_bytes = max(short_bytes - self._draining_bytes, 0)
+        short_slots = max(short_slots - self._num_draining, 0)
+        if is_split and not self._num_draining:
             short_slots = 1
         if not (short_bytes or short_slots):
             return None
-        candidates = self.candidates(now, for_hint=not entry.holders and entry.digest not in self.pins)
-        victims = choose_victims(candidates, need_bytes=short_bytes, need_slots=short_slots)
+        by_worth: Iterable[Candidate] = self._evictable
+        if not entry.holders and entry.digest not in self.pins:  # a hint pushes out nothing that is hinted
+            by_worth = [c for c in by_worth if not self._live[c.digest].is_wanted]
+        victims = choose_victims(by_worth, need_bytes=short_bytes, need_slots=short_slots)
         if victims is None and is_aged:
-            victims = tuple(c.digest for c in candidates if c.is_evictable)
+            victims = tuple(c.digest for c in by_worth)
         return self._drain(self._live[victims[0]]) if victims else None
 
     def _is_aged(self, entry: Waiting, now: float) -> bool:
@@ -261,8 +285,28 @@ class SlotTable:
         assert slot.digest is not None
         slot.state = SlotState.DRAINING
         slot.is_wanted = slot.evict_when_idle = False
+        self._draining_bytes += slot.num_bytes
+        self._num_draining += 1
+        self._evictable.discard(slot.digest)
+        self._leaving.discard(slot.digest)
         del self._live[slot.digest]
         return Drain(slot.index, slot.slot_generation, slot.digest)
+
+    def _reconsider(self, slot: Slot) -> None:
+        """Its state, holders, hints or pin have changed: may it be evicted, and has it to go without being asked?"""
+        digest = slot.digest
+        assert digest is not None
+        is_idle = not slot.holders and digest not in self.pins
+        if is_idle and slot.state is SlotState.READY:
+            level = self._heat.level(digest)
+            self._evictable.add(candidate(digest, slot.num_bytes, level=level, reload_s=slot.reload_s))
+        else:
+            self._evictable.discard(digest)
+        is_unwanted_load = slot.state is SlotState.STAGING and not slot.is_wanted
+        if is_idle and (is_unwanted_load or slot.evict_when_idle):
+            self._leaving.add(digest)
+        else:
+            self._leaving.discard(digest)
 
     def _wait_for(self, digest: Digest) -> Waiting:
         return self.waiting.setdefault(digest, Waiting(digest))
@@ -271,11 +315,11 @@ class SlotTable:
 
     @property
     def used_bytes(self) -> int:
-        return sum(s.num_bytes for s in self.slots)
+        return self._used_bytes
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes
+        return self.capacity_bytes - self._used_bytes
 
     @property
     def num_leases(self) -> int:
@@ -303,31 +347,17 @@ class SlotTable:
         """What is on its way in, or waits for room."""
         return (*(d for d, s in self._live.items() if s.state is SlotState.STAGING), *self.waiting)
 
-    def pinned_bytes(self, *, without: Digest | None = None) -> int:
-        return sum(s.num_bytes for d, s in self._live.items() if d in self.pins and d != without)
-
-    def _num_pinned(self, *, without: Digest) -> int:
-        return sum(digest in self.pins and digest != without for digest in self._live)
-
-    def candidates(self, now: float, *, for_hint: bool) -> list[Candidate]:
-        """What eviction is told of each adapter that is or will be resident."""
-        return [
-            Candidate(
-                digest=d,
-                num_bytes=s.num_bytes,
-                heat=self._heat.of(d, now),
-                reload_s=s.reload_s,
-                is_pinned=d in self.pins,
-                in_use=bool(s.holders) or s.state is not SlotState.READY or (for_hint and s.is_wanted),
-            )
-            for d, s in self._live.items()
-        ]
-
     def check(self) -> None:
         """Raise AssertionError where the table contradicts itself."""
         assert self.used_bytes <= self.capacity_bytes, (self.used_bytes, self.capacity_bytes)
         live = {s.digest: s for s in self.slots if s.state in (SlotState.STAGING, SlotState.READY)}
         assert live == self._live
+        assert self.used_bytes == sum(s.num_bytes for s in self.slots)
+        draining = [s.num_bytes for s in self.slots if s.state is SlotState.DRAINING]
+        assert (self._num_draining, self._draining_bytes) == (len(draining), sum(draining))
+        assert sorted(self._empty) == [s.index for s in self.slots if s.state is SlotState.EMPTY]
+        idle = [s for d, s in self._live.items() if not s.holders and d not in self.pins]
+        assert {c.digest for c in self._evictable} == {s.digest for s in idle if s.state is SlotState.READY}
         assert not set(self._live) & set(self.waiting)
         assert all(w.has_claim for w in self.waiting.values())
         for slot in self.slots:
