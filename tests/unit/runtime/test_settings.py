@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from infinilora.runtime.settings import Common, read
+from infinilora.runtime.settings import Address, Common, read
 
 
 class Settings(Common):
     """As a service declares them."""
 
     threads: int = Field(default=2, ge=1)
+    listen: Address = "127.0.0.1:0"
 
 
 @pytest.fixture
@@ -73,3 +74,20 @@ def test_settings_do_not_change_and_take_nothing_unknown() -> None:
         settings.threads = 3
     with pytest.raises(ValidationError, match="nonsense"):
         Settings.model_validate({"nonsense": 1})
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:0", "lora-0.lora:7100", "[::]:65535", ""])
+def test_an_address_is_a_host_and_a_port(environment: pytest.MonkeyPatch, given: str) -> None:
+    environment.setenv("INFINILORA_LISTEN", given)
+    assert read(Settings).listen == given
+
+
+@pytest.mark.parametrize("given", ["7100", "host", ":7100", "host:", "host:70000", "host:-1", "::1:7100", "host:\uff17"])
+def test_what_is_no_address_is_refused_by_name(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    environment.setenv("INFINILORA_LISTEN", given)
+    with pytest.raises(SystemExit):
+        read(Settings)
+    assert "INFINILORA_LISTEN: Value error, found" in (told := capsys.readouterr().err)
+    assert "wanted host:port" in told

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from infinilora.runtime.credentials import Credentials, From
@@ -16,6 +16,21 @@ from infinilora.runtime.credentials import Credentials, From
 PREFIX = "INFINILORA_"
 
 S = TypeVar("S", bound=BaseSettings)
+
+MAX_PORT = 65_535
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_port = port.isascii() and port.isdecimal() and int(port) <= MAX_PORT
+    if value and not (host and is_port and (is_bracketed or ":" not in host)):
+        raise ValueError(f"found {value!r}; wanted host:port, such as 127.0.0.1:7000 or [::1]:7000")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""`host:port`, or nothing."""
 
 
 class Common(BaseSettings):

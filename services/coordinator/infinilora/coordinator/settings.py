@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from infinilora.coordinator.kubernetes import parse_targets
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.runtime.bearers import parse_keys
-from infinilora.runtime.settings import Common
+from infinilora.runtime.settings import Address, Common
 
 
 class Settings(Common):
@@ -18,9 +18,9 @@ class Settings(Common):
 
     coordinator_id: str = f"coordinator-{socket.gethostname()}-{os.getpid()}"
     """Its name in beats and in the leader's lease; one of its own for each process."""
-    listen: str = "127.0.0.1:8001"
+    listen: Address = "127.0.0.1:8001"
     """host:port of health, metrics and the fleet as JSON; port 0 takes a free one."""
-    advertise: str = ""
+    advertise: Address = ""
     """The address that others are told; that of `listen` if empty."""
 
     admin_keys: SecretStr = SecretStr("")

@@ -8,8 +8,10 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from infinilora.pool.backoff import RETRY_S
-from infinilora.runtime.settings import Common
+from infinilora.runtime.settings import Address, Common
 from infinilora.runtime.watchdog import limit_s
+
+LEAST_POOL_BYTES = 1 << 16
 
 
 class Settings(Common):
@@ -23,11 +25,11 @@ class Settings(Common):
     """`auto`: what the directory holds. `dummy`: random weights of the true shapes, for measurements."""
     engine_id: str = "engine-0"
     """Its name in beats, commands and metrics; one of its own for each engine of a cluster."""
-    listen: str = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"
     """host:port of its gRPC; port 0 takes a free one."""
-    advertise: str = ""
+    advertise: Address = ""
     """The address that others are told; that of `listen` if empty."""
-    metrics_listen: str = ""
+    metrics_listen: Address = ""
     """`host:port` for Prometheus; empty: no metrics."""
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -85,7 +87,7 @@ class Settings(Common):
     more than `link_narrow_limit_bytes` are on their way at once, or `always`. `never` is exact."""
     link_narrow_limit_bytes: int = Field(default=256 << 10, ge=0)
     """More than this on their way at once is what `load` means."""
-    pool_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    pool_bytes: int = Field(default=1 << 30, ge=LEAST_POOL_BYTES)
     """`local` mode: memory for adapters, at their true ranks."""
     pool_slots: int = Field(default=1024, ge=1)
     """`local` mode: adapters in the pool at most."""
@@ -109,6 +111,21 @@ class Settings(Common):
 
     timeline: Path | None = None
     """Where a timeline of all steps is written when the engine ends (timeline.py). For measurements only."""
+
+    @field_validator("hybrid_bytes")
+    @classmethod
+    def _is_none_or_a_pool(cls, value: int) -> int:
+        if 0 < value < LEAST_POOL_BYTES:
+            raise ValueError(f"found {value}; wanted 0, or at least {LEAST_POOL_BYTES}")
+        return value
+
+    @field_validator("timeline")
+    @classmethod
+    def _can_be_written(cls, value: Path | None) -> Path | None:
+        """Told now: it is written when the engine ends."""
+        if value is not None and not value.absolute().parent.is_dir():
+            raise ValueError(f"found no directory {value.absolute().parent}; wanted one to write {value.name} to")
+        return value
 
     @property
     def step_limit(self) -> float:

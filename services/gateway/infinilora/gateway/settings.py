@@ -11,15 +11,15 @@ from infinilora.gateway.declared import Policy
 from infinilora.gateway.ingest import IngestLimits
 from infinilora.gateway.tenants import parse_keys
 from infinilora.protocol.ingest import MAX_RANK
-from infinilora.runtime.settings import Common
+from infinilora.runtime.settings import Address, Common
 
 
 class Settings(Common):
     """`INFINILORA_<NAME>`. Lists are written with commas, directories with colons as in PATH."""
 
-    listen: str = "127.0.0.1:8000"
+    listen: Address = "127.0.0.1:8000"
     """host:port of the HTTP API; port 0 takes a free one."""
-    advertise: str = ""
+    advertise: Address = ""
     """The address that others are told; that of `listen` if empty."""
     gateway_id: str = f"gateway-{socket.gethostname()}-{os.getpid()}"
     """Its name in beats, metrics and traces; one of its own for each process."""

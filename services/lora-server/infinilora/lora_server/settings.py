@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 from infinilora.pool.backoff import RETRY_S
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.shards import HEAD, Shape
-from infinilora.runtime.settings import Common
+from infinilora.runtime.settings import Address, Common
 from infinilora.runtime.watchdog import limit_s
 
 MIN_SLOTS, MAX_SLOTS = 16, 1024
@@ -27,16 +27,16 @@ class Settings(Common):
     """Of the group: expert_parallel x layer_parallel. One process for each of its shards."""
     shard: int = Field(default=0, ge=0)
     """Which of them this process is; 0 is the head."""
-    head: str = Field(default="", validate_default=True)
+    head: Address = Field(default="", validate_default=True)
     """`host:port` of the head's gRPC, for a shard that is not the head."""
     base: str
     """The base model: its fingerprint (`sha256:...`), or its served name, as an engine that is alive says it; without
     one, the store's only base of that name (base.py)."""
-    listen: str = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"
     """host:port of its gRPC; port 0 takes a free one."""
-    advertise: str = ""
+    advertise: Address = ""
     """The address that others are told; that of `listen` if empty."""
-    metrics_listen: str = ""
+    metrics_listen: Address = ""
     """`host:port` for Prometheus; empty: no metrics."""
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
