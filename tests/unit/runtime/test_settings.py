@@ -82,7 +82,9 @@ def test_an_address_is_a_host_and_a_port(environment: pytest.MonkeyPatch, given:
     assert read(Settings).listen == given
 
 
-@pytest.mark.parametrize("given", ["7100", "host", ":7100", "host:", "host:70000", "host:-1", "::1:7100", "host:\uff17"])
+@pytest.mark.parametrize(
+    "given", ["7100", "host", ":7100", "host:", "host:70000", "host:-1", "::1:7100", "host:\uff17"]
+)
 def test_what_is_no_address_is_refused_by_name(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
