@@ -94,7 +94,7 @@ CASES = {
     "D23": Case("healthy but dead", "holds"),
     "D24": Case("rolling restart: engines", "holds"),
     "D25": Case("the bus is away and back", "holds"),
-    "D26": Case("the registry does not answer, and does again", "holds"),
+    "D26": Case("the registry does not answer, and does again; it is emptied", "holds"),
     "D28": Case("cached files that vanish", "holds"),
     "D29": Case("the disk cache stays within its bytes", "holds"),
     "D30": Case("no reads once it is resident", "holds"),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio
 
+from infinilora.protocol import keys
 from support.cases import PROMPT, Change, Files, config, keyed, modules
 from support.worlds import World, on
 
@@ -165,6 +167,24 @@ async def test_d26_the_registry_does_not_answer_and_does_again(running: World) -
         os.killpg(pid, signal.SIGCONT)
     late = await made(running, "d26-late", 261)
     await asyncio.gather(running.serves("d26", changes), running.serves("d26-late", late))
+
+
+@on("L/engines")
+async def test_d26_a_registry_that_was_emptied_deletes_nothing_that_is_served(running: World) -> None:
+    warm, cold = await made(running, "d26-warm", 262), await made(running, "d26-cold", 263)
+    await running.serves("d26-warm", warm)
+    async with redis.asyncio.Redis.from_url(running.factory.stack._started().shared["INFINILORA_REDIS_URL"]) as facts:
+        epoch = int(await facts.get(keys.EPOCH) or 0)
+        await facts.flushall()
+    await running.serves("d26-warm", warm)
+    new = await made(running, "d26-new", 264)
+    await asyncio.gather(
+        running.serves("d26-warm", warm), running.serves("d26-cold", cold), running.serves("d26-new", new)
+    )
+    await running.factory.fleet(lambda fleet: fleet["is_leading"] and fleet["epoch"] > epoch, within_s=10)
+    late = await running.factory.another_gateway("gateway-d26", {})
+    listed = {entry["id"] for entry in (await late.http.get("/v1/models")).json()["data"]}
+    assert {"d26-warm", "d26-cold", "d26-new"} <= listed
 
 
 @on("L/engines")

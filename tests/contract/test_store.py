@@ -349,6 +349,16 @@ async def test_a_lease_has_one_owner_and_each_holding_a_higher_epoch(store: Stor
     assert await store.counter(epochs) == 2
 
 
+async def test_a_new_epoch_is_above_what_the_caller_knows_of_and_never_below_the_stores_own(
+    store: Store, key: str
+) -> None:
+    epochs = f"{key}:epoch"
+    for above, epoch in ((41, 42), (7, 43), (43, 44)):
+        assert await store.acquire_lease(key, "c1", 5, epoch_key=epochs, above=above) == epoch
+        assert await store.counter(epochs) == epoch
+        assert await store.release_lease(key, "c1", epoch)
+
+
 async def test_only_the_holder_of_this_epoch_renews_or_releases(store: Store, key: str) -> None:
     epochs = f"{key}:epoch"
     await store.acquire_lease(key, "c1", 5, epoch_key=epochs)

@@ -102,3 +102,45 @@ async def test_resigning_lets_the_next_in_at_once(store: MemoryStore, clock: Clo
     assert second.is_leading
     await first.resign()
     assert await store.lease(keys.LEADER) == ("c2/b", 2)
+
+
+async def test_a_store_that_was_emptied_does_not_begin_at_1_again(store: MemoryStore, clock: Clock) -> None:
+    first, second = candidate(store, clock, "c1/a"), candidate(store, clock, "c2/b")
+    for _ in range(4):
+        await first.step()
+        await first.resign()
+    await first.step()
+    await second.step()
+    store.empty()
+    await second.step()
+    assert (second.holding, await store.counter(keys.EPOCH)) == (6, 6)
+    await first.step()
+    assert (first.is_leading, first.leader) == (False, "c2/b")
+
+
+async def test_one_that_never_saw_the_lost_epochs_is_beyond_them_after_a_few_refusals(
+    store: MemoryStore, clock: Clock
+) -> None:
+    first, seen = candidate(store, clock, "c1/a"), 1000
+    refused = 0
+    while True:
+        await first.step()
+        if (first.holding or 0) > seen:
+            break
+        refused += 1
+        await first.deposed()
+    assert refused == 9
+
+
+async def test_who_was_deposed_by_another_leader_leaves_the_epochs_alone(store: MemoryStore, clock: Clock) -> None:
+    first, second = candidate(store, clock, "c1/a"), candidate(store, clock, "c2/b")
+    for _ in range(4):
+        await first.step()
+        await first.resign()
+    await first.step()
+    await store.release_lease(keys.LEADER, "c1/a", 5)
+    await second.step()
+    await first.deposed()
+    await second.resign()
+    await first.step()
+    assert first.holding == 7

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from infinilora.gateway.registry import Registry
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord, AliasRecord
+from infinilora.protocol.adapter import AdapterRecord, AliasRecord, RegistryLife
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.memory import MemoryBus, MemoryStore
@@ -74,7 +74,7 @@ async def test_everything_is_read_at_first_and_only_changes_from_then_on() -> No
     await write(store, "n0007", revision=2)
     store.read.clear()
     await registry.refresh()
-    assert sorted(store.read) == [keys.adapter("t", "n0007"), keys.adapter("t", "z")]
+    assert sorted(set(store.read) - {keys.REGISTRY_LIFE}) == [keys.adapter("t", "n0007"), keys.adapter("t", "z")]
     assert [entry.revision for entry in registry.page("t", "n0006", 2)] == [2, 1]
     assert len(registry) == 1204
     assert registry.page("other", "", 10) == []
@@ -115,9 +115,24 @@ async def test_a_store_with_an_older_state_is_believed() -> None:
         await write(store, name)
     await registry.refresh()
     await write(older, "a")
+    found = await store.get(keys.REGISTRY_LIFE, RegistryLife)
+    assert found is not None
+    await older.put(keys.REGISTRY_LIFE, found.value)
     registry._store = older
     await registry.refresh()
     assert names(registry) == ["a"]
+
+
+async def test_another_registry_is_believed() -> None:
+    store, other = MemoryStore(), MemoryStore()
+    registry = Registry(store, MemoryBus())
+    await write(store, "a")
+    await registry.refresh()
+    await Registry(other, MemoryBus()).refresh()
+    await write(other, "b")
+    registry._store = other
+    await registry.refresh()
+    assert names(registry) == ["b"]
 
 
 async def test_without_redis_the_mirror_keeps_what_it_knows() -> None:

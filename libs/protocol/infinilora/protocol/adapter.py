@@ -310,6 +310,16 @@ class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
 
 
+class RegistryLife(msgspec.Struct, frozen=True, kw_only=True):
+    """Which registry this is, and how often it has been put back after the store had lost everything."""
+
+    id: str
+    """Of its first life, kept by all that follow."""
+    number: int = 1
+    revision: int = 0
+    """Of the life before: how far the mirror had read that this one was put back from."""
+
+
 class DigestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Who still needs a packed file. Compare-and-set between registration and collection decides which comes first."""
 

@@ -24,6 +24,9 @@ REGISTRY_INDEX = "infinilora:registry:index"
 REGISTRY_REVISION = "infinilora:registry:revision"
 """Counter, raised by each change of the registry; mirrors compare it. Writer: the adapter API."""
 
+REGISTRY_LIFE = "infinilora:registry:life"
+"""JSON `RegistryLife`: gone only when everything is, and then the registry is put back. Writer: the adapter API."""
+
 CONDEMNED = "infinilora:registry:condemned"
 """Sorted set of digests that a deleted name had, oldest first. Writers: the adapter API adds, the leading coordinator
 removes."""

@@ -229,10 +229,12 @@ class MemoryStore:
             found.append(heat.rates(ranked, self._clock(), half_life_s))
         return found
 
-    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
+    async def acquire_lease(
+        self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH, above: int = 0
+    ) -> int | None:
         if self._read(key) is not None:
             return None
-        epoch = self._counters[epoch_key] = self._counters.get(epoch_key, 0) + 1
+        epoch = self._counters[epoch_key] = max(self._counters.get(epoch_key, 0), above) + 1
         self._write(key, f"{epoch} {owner}".encode(), ttl_s)
         return epoch
 
@@ -252,6 +254,11 @@ class MemoryStore:
     async def lease(self, key: str) -> Lease | None:
         held = self._read(key)
         return None if held is None else parse_lease(held.decode())
+
+    def empty(self) -> None:
+        """Lose everything, as by FLUSHALL."""
+        for facts in (self._values, self._expiry, self._journals, self._counters, self._heat):
+            facts.clear()
 
     def _check_connected(self) -> None:
         if not self.is_connected:

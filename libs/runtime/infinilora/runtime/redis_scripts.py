@@ -80,6 +80,7 @@ return {string.format('%.17g', now), table.concat(ranked, ' ')}
 
 ACQUIRE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return false end
+if tonumber(redis.call('GET', KEYS[2]) or 0) < tonumber(ARGV[3]) then redis.call('SET', KEYS[2], ARGV[3]) end
 local epoch = redis.call('INCR', KEYS[2])
 redis.call('SET', KEYS[1], epoch .. ' ' .. ARGV[1], 'PX', ARGV[2])
 return epoch

@@ -150,8 +150,13 @@ class Store(Protocol):
         """For each key the `top` hottest digests, hottest first, in decayed requests per second. Costs by `top`."""
         ...
 
-    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
-        """The new epoch if the lease was free, else None (also when `owner` holds it: renew instead)."""
+    async def acquire_lease(
+        self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH, above: int = 0
+    ) -> int | None:
+        """The new epoch if the lease was free, else None (also when `owner` holds it: renew instead).
+
+        It is higher than any that the store knows, and than `above`: of a store that was emptied the caller knows more.
+        """
         ...
 
     async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool: ...
@@ -281,9 +286,11 @@ class RedisStore:
             found.append(heat.rates(ranked, float(now), half_life_s))
         return found
 
-    async def acquire_lease(self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH) -> int | None:
+    async def acquire_lease(
+        self, key: str, owner: str, ttl_s: float, *, epoch_key: str = keys.EPOCH, above: int = 0
+    ) -> int | None:
         async with self._deadline():
-            epoch = await self._acquire(keys=[key, epoch_key], args=[owner, _ms(ttl_s)])
+            epoch = await self._acquire(keys=[key, epoch_key], args=[owner, _ms(ttl_s), above])
         return None if epoch is None else int(epoch)
 
     async def renew_lease(self, key: str, owner: str, epoch: int, ttl_s: float) -> bool:

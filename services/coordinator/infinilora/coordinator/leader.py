@@ -66,6 +66,16 @@ class Leadership:
                 self.leader = None
         self._show()
 
+    async def deposed(self) -> None:
+        """A process has seen a younger leader. Where the store knows of none, its counter was lost: begin far above."""
+        holding = self._holding
+        try:
+            if holding is not None and await self._store.counter(keys.EPOCH) == holding:
+                self.epoch = 2 * holding
+        except Unavailable as error:
+            logger.debug("epoch not read", extra={"error": error.message})
+        await self.resign()
+
     async def resign(self) -> None:
         """Give the lease up at once, if it is ours."""
         holding, self._holding = self._holding, None
@@ -83,7 +93,7 @@ class Leadership:
         return renewed
 
     async def _acquire(self, asked_at: float) -> None:
-        epoch = await self._store.acquire_lease(keys.LEADER, self._owner, self._lease_s)
+        epoch = await self._store.acquire_lease(keys.LEADER, self._owner, self._lease_s, above=self.epoch)
         if epoch is not None:
             self._holding, self.epoch, self.leader = epoch, epoch, self._owner
             self._valid_until = asked_at + self._lease_s

@@ -36,7 +36,7 @@ class Orders:
         except InfiniLoraError as error:
             outcome = error.code
             if isinstance(error, StaleEpoch):
-                await self._leadership.resign()
+                await self._leadership.deposed()
         name, adapter_id = type(body).__name__.lower(), None if isinstance(body, Drain) else body.digest
         self._metrics.commands.labels(body=name, outcome=outcome).inc()
         logger.info(

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from infinilora.coordinator.placement import Adapter
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord
+from infinilora.protocol.adapter import AdapterRecord, RegistryLife
+from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.store import READ_BATCH, Store
 
@@ -27,6 +28,7 @@ class Registry:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._life: RegistryLife | None = None
         self._revision = 0
         self._whole_at = 0
         self._kept: dict[str, _Kept] = {}
@@ -34,7 +36,14 @@ class Registry:
         self._adapters: dict[Fingerprint, dict[Digest, Adapter]] = {}
 
     async def refresh(self) -> None:
-        """Read what changed, a batch at a time. Raises Unavailable and goes on from there the next time."""
+        """Read what changed, a batch at a time. Raises Unavailable and goes on from there the next time.
+
+        Also while the registry is gone and no gateway has put it back: what has no name then has only lost it.
+        """
+        life = await self._living()
+        if life != self._life:
+            self._begin_anew()
+            self._life = life
         revision = await self._store.counter(keys.REGISTRY_REVISION)
         if revision == self._revision == self._whole_at:
             return
@@ -49,7 +58,16 @@ class Registry:
                 break
             self._begin_anew()
             revision = await self._store.counter(keys.REGISTRY_REVISION)
+        if await self._living() != self._life:  # lost while it was read: nothing of it is believed
+            self._begin_anew()
+            raise Unavailable("the registry has changed hands", retry_after_s=1.0)
         self._whole_at = self._revision
+
+    async def _living(self) -> RegistryLife | None:
+        held = await self._store.get(keys.REGISTRY_LIFE, RegistryLife)
+        if held is None and self._life is not None:
+            raise Unavailable("the registry is gone; a gateway puts it back", retry_after_s=1.0)
+        return held.value if held else None
 
     def _begin_anew(self) -> None:
         self._revision = 0

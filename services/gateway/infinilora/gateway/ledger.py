@@ -248,8 +248,9 @@ class Ledger:
     ) -> bool:
         """Make the changes, look at them, and announce what `name` (the record's own by default) means now."""
         await self._take_up()
-        swap = await self._store.swap(changes, also=also)
+        swap = await self._store.swap([*changes, self._registry.is_same], also=also)
         if not swap:
+            await self._registry.look()  # should it be another registry now: what was lost is put back first
             return False
         await self._registry.look()
         await self._tell(action, record, name=name, digest=digest, revision=swap.counters[-1])

@@ -100,6 +100,12 @@ class Mirror:
                 found.append(_inflate(held) if isinstance(held, bytes) else held)
         return found
 
+    def entries(self) -> Iterator[Entry]:
+        """Everything, in no order. The mirror must not change meanwhile."""
+        for names in self._tenants.values():
+            for held in names.held.values():
+                yield _inflate(held) if isinstance(held, bytes) else held
+
     def _held(self, tenant: str, name: str) -> "bytes | AliasRecord | None":
         names = self._tenants.get(tenant)
         return names.held.get(name) if names else None

@@ -3,23 +3,25 @@
 It is read once at the start, after what older gateways left was taken up (adopt.py), and then follows the registry's
 journal: every change has a number, and what came after the mirror's own is read, nothing else. Events only say that it
 is time to look; one that is lost costs a second. While Redis is away the mirror stands still and keeps serving what it
-knows.
+knows; of a Redis that has lost the registry it knows more, and puts it back (restore.py).
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Collection
+from uuid import uuid4
 
 from infinilora.gateway.adopt import adopt, shrink
 from infinilora.gateway.mirror import Entry, Mirror
+from infinilora.gateway.restore import Life, is_lost, next_life, put_back
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, AliasRecord
+from infinilora.protocol.adapter import AdapterRecord, AliasRecord, RegistryLife
 from infinilora.protocol.control import AdapterEvent
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime.bus import Bus
-from infinilora.runtime.store import READ_BATCH, Store
+from infinilora.runtime.store import READ_BATCH, Change, Store
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Registry:
         self._store = store
         self._bus = bus
         self._mirror = Mirror()
+        self._life: Life = None
         self._revision: int | None = None
         self._seen_s = time.monotonic() - STALE_S
         self._reading = asyncio.Lock()
@@ -51,6 +54,11 @@ class Registry:
     @property
     def is_stale(self) -> bool:
         return self.age_s > STALE_S
+
+    @property
+    def is_same(self) -> Change:
+        """The condition that the registry is still the one that was read."""
+        return Change(keys.REGISTRY_LIFE, self._life.raw if self._life else None)
 
     def get(self, tenant: str, name: str) -> AdapterRecord | None:
         return self._mirror.get(tenant, name)
@@ -87,11 +95,25 @@ class Registry:
             logger.error("registry unreadable", extra={"reason": error.message})  # noqa: TRY400 - no traceback
 
     async def refresh(self) -> None:
-        """Make the mirror agree with Redis. Raises Unavailable."""
+        """Make the mirror agree with Redis, or Redis with the mirror if it has lost everything. Raises Unavailable."""
         async with self._reading:
-            if not await self._is_followed():
-                await self._read_all()
+            life = await self._living()
+            if life != self._life or not await self._is_followed():
+                await self._read_all(life)
             self._seen_s = time.monotonic()
+
+    async def _living(self) -> Life:
+        """The registry's life as it is in Redis; a new one where none is known, the next where ours was lost."""
+        there = await self._store.get(keys.REGISTRY_LIFE, RegistryLife)
+        mine, revision = self._life, self._revision
+        if mine is not None and revision is not None:
+            if not is_lost(mine.value, revision, there.value if there else None):
+                return there
+            await put_back(self._store, self._mirror.entries(), there)
+            await next_life(self._store, mine.value, revision)
+        elif there is None:
+            await self._store.swap([Change(keys.REGISTRY_LIFE, None, RegistryLife(id=uuid4().hex))])
+        return await self._store.get(keys.REGISTRY_LIFE, RegistryLife)
 
     async def _is_followed(self) -> bool:
         """Read what came after the mirror's number; False if that cannot be told from the journal."""
@@ -106,7 +128,7 @@ class Registry:
             self._revision = max(revision, last)
         return True
 
-    async def _read_all(self) -> None:
+    async def _read_all(self, life: Life) -> None:
         await adopt(self._store)
         while True:
             begun = await self._store.counter(keys.REGISTRY_REVISION)
@@ -114,7 +136,9 @@ class Registry:
             last = await self._read(fresh, 0)
             if await self._store.counter(keys.REGISTRY_FLOOR) <= begun:
                 break
-        self._revision, self._mirror = max(begun, last), fresh
+        if await self._store.get(keys.REGISTRY_LIFE, RegistryLife) != life:  # lost while it was read
+            raise Unavailable("the registry has changed hands", retry_after_s=1.0)
+        self._revision, self._mirror, self._life = max(begun, last), fresh, life
         logger.info("registry read", extra={"revision": self._revision, "adapters": len(fresh)})
 
     async def _read(self, mirror: Mirror, after: int) -> int:

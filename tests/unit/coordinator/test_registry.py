@@ -1,0 +1,90 @@
+"""The coordinator's mirror: what a store has lost is not taken for what has no name any more."""
+
+import pytest
+from typing_extensions import override
+
+from infinilora.coordinator.registry import Registry
+from infinilora.protocol import keys
+from infinilora.protocol.adapter import AdapterRecord, RegistryLife, VersionRecord
+from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.runtime.memory import MemoryStore
+from support.coordinator_world import stamp
+
+A, B = Digest("sha256:" + "a" * 64), Digest("sha256:" + "b" * 64)
+
+
+class Emptied(MemoryStore):
+    """Is emptied once, in the middle of a reading."""
+
+    is_due = False
+
+    @override
+    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
+        if self.is_due:
+            self.is_due = False
+            self.empty()
+        return await super().journal(key, after, limit)
+
+
+async def begin(store: MemoryStore, number: int) -> None:
+    """As gateways do: the first time, and when they have put everything back."""
+    await store.put(keys.REGISTRY_LIFE, RegistryLife(id="r", number=number))
+
+
+async def write(store: MemoryStore, name: str, digest: Digest) -> None:
+    version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=1, max_rank=8)
+    record = AdapterRecord(
+        tenant="default", name=name, base=Fingerprint("b"), revision=1, current=digest, versions=(version,)
+    )
+    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
+
+
+async def test_a_registry_that_is_gone_is_waited_for_and_keeps_its_names_meanwhile() -> None:
+    store = MemoryStore()
+    registry = Registry(store)
+    await begin(store, 1)
+    await write(store, "a", A)
+    await registry.refresh()
+    store.empty()
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="puts it back"):
+            await registry.refresh()
+        assert registry.digests() == {A}
+
+
+async def test_what_was_put_back_is_read_anew_though_its_numbers_are_no_lower() -> None:
+    store = MemoryStore()
+    registry = Registry(store)
+    await begin(store, 1)
+    await write(store, "a", A)
+    await registry.refresh()
+    store.empty()
+    await write(store, "b", B)
+    await begin(store, 2)
+    await registry.refresh()
+    assert registry.digests() == {B}
+
+
+async def test_what_is_lost_while_it_is_read_leaves_nothing_that_could_be_acted_on() -> None:
+    store = Emptied()
+    registry = Registry(store)
+    await begin(store, 1)
+    await write(store, "a", A)
+    await registry.refresh()
+    await write(store, "b", B)
+    store.is_due = True
+    with pytest.raises(Unavailable):
+        await registry.refresh()
+    await write(store, "a", A)
+    await begin(store, 2)
+    await registry.refresh()
+    assert registry.digests() == {A}
+
+
+async def test_a_registry_of_older_gateways_has_no_life_and_is_read() -> None:
+    store = MemoryStore()
+    registry = Registry(store)
+    await write(store, "a", A)
+    await registry.refresh()
+    assert registry.digests() == {A}
