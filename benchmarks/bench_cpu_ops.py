@@ -17,6 +17,7 @@ from roof import best_s, measure_roof
 from torch.nn import functional
 
 from infinilora.kernels import cpu_ops, native
+from infinilora.kernels.memory import SideBySide
 from infinilora.kernels.settings import LEVELS
 
 TARGET = 0.7
@@ -44,7 +45,8 @@ def linear_case(rows: int, in_dim: int, out_dim: int, storage: cpu_ops.Storage) 
     width = 4 if storage == "fp32" else 2
     copies = copies_of(in_dim * out_dim * width)
     weight = torch.randn(out_dim, in_dim)
-    packed = [cpu_ops.PackedWeight.pack(weight, storage=storage) for _ in range(copies)]
+    memory = SideBySide()
+    packed = [cpu_ops.PackedWeight.pack(weight, storage=storage, memory=memory) for _ in range(copies)]
     x, out = torch.randn(rows, in_dim), torch.empty(rows, out_dim)
     return Case(
         f"linear {storage} {rows}x{in_dim}x{out_dim}",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinilora.kernels import abi
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
-from infinilora.pool.memory import adapter_memory
+from infinilora.kernels.memory import large_pages
 
 POOL_BYTES, RING_BYTES, MAX_COPIES = 192 << 20, 8 << 20, 4096
 EXPERTS, TOPK = 4, 2
@@ -71,7 +71,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        wide, narrow = (adapter_memory(POOL_BYTES).view(dtype) for dtype in (torch.float32, torch.bfloat16))
+        wide, narrow = (large_pages(POOL_BYTES).view(dtype) for dtype in (torch.float32, torch.bfloat16))
         self._flat = {torch.float32: wide.normal_(), torch.bfloat16: narrow}
         narrow.view(2, -1).copy_(wide[: len(narrow) // 2])
 

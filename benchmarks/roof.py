@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinilora.pool.memory import adapter_memory
+from infinilora.kernels.memory import large_pages
 
 PIECES_BYTES = (1 << 20, 4 << 20, 16 << 20)
 FAR_BYTES, NEAR_BYTES = 384 << 20, 16 << 20
@@ -52,7 +52,7 @@ def best_s(run: Callable[[int], object], copies: int, seconds: float) -> float:
 
 def measure_roof(library: ctypes.CDLL, seconds: float) -> Roof:
     """Bandwidths: pieces in turn of memory too big for the caches, or for those near a core. Peak: in registers."""
-    memory = adapter_memory(FAR_BYTES).view(torch.float32).fill_(1)
+    memory = large_pages(FAR_BYTES).view(torch.float32).fill_(1)
 
     def read_per_s(area: int) -> float:
         return max(_read_per_s(library, memory, area, piece, seconds / len(PIECES_BYTES)) for piece in PIECES_BYTES)

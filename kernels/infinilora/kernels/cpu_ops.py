@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from infinilora.kernels import native
 from infinilora.kernels.abi import DTYPE_CODES, AttentionCall
+from infinilora.kernels.memory import SideBySide
 
 PANEL = 32
 """Outputs in a packed panel (`kPanel` of cpu/kernels.h)."""
@@ -43,8 +44,11 @@ class PackedWeight:
     is_packed: bool
 
     @staticmethod
-    def pack(weight: Tensor, *, storage: Storage = "fp32") -> "PackedWeight":
-        """Copy `weight` [out, in] of any float dtype. Raises ValueError for another shape."""
+    def pack(weight: Tensor, *, storage: Storage = "fp32", memory: SideBySide | None = None) -> "PackedWeight":
+        """Copy `weight` [out, in] of any float dtype, into `memory` beside others. Raises ValueError for another shape.
+
+        A product takes up to a fifth less time with weights in large pages (Zen 5, 2026-12-01).
+        """
         if weight.dim() != 2 or weight.numel() == 0:
             raise ValueError(f"a weight is [out, in], not empty; found {list(weight.shape)}")
         out_dim, in_dim = weight.shape
@@ -58,7 +62,8 @@ class PackedWeight:
             panels = padded.view(num_panels, PANEL, in_dim).transpose(1, 2)
         else:
             panels = padded.view(num_panels, 2, PANEL // 2, in_dim).permute(0, 3, 2, 1)
-        return PackedWeight(panels.contiguous(), out_dim, in_dim, is_packed=True)
+        own = panels.contiguous() if memory is None else memory.empty(panels.shape, panels.dtype).copy_(panels)
+        return PackedWeight(own, out_dim, in_dim, is_packed=True)
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

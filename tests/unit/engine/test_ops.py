@@ -1,6 +1,7 @@
 """The two implementations of the decoder's arithmetic compute the same."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from infinilora.engine.model.spec import read_spec
 from infinilora.engine.model.weights import load_weights, rope_table
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sizes import Sizes
+from infinilora.kernels import native
 from support.engines import TestEngine, load_tiny
+from support.large_pages import LARGE_PAGES, flags_of
 from support.oracle import Oracle
 from support.plain_lora import PlainLora
 from support.tiny_models import TinyModel
@@ -41,6 +44,18 @@ def test_products_norms_and_activations_agree() -> None:
     same(lambda ops: ops.add_rms_norm(x, residuals[int(ops is CPU)], norm, 1e-5))
     torch.testing.assert_close(residuals[0], residuals[1])
     torch.testing.assert_close(residuals[0], rand(5, 48, seed=1) + x)
+
+
+@pytest.mark.skipif(native.load() is None, reason="without the library a weight is not packed")
+def test_weights_on_a_processor_lie_side_by_side_in_large_pages() -> None:
+    ops, memory = CpuOps(), set[int]()
+    for out_dim in (70, 96, 33):
+        linear = ops.linear(rand(out_dim, 48))
+        assert isinstance(linear, partial)
+        panels: Tensor = linear.keywords["w"].panels
+        assert ("hg" in flags_of(panels)) == LARGE_PAGES.exists()
+        memory.add(panels.untyped_storage().data_ptr())
+    assert len(memory) == 1
 
 
 def test_rotations_agree_on_views_of_one_fused_tensor(tiny: Callable[[str], TinyModel]) -> None:

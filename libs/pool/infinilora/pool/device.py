@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infinilora.pool.memory import adapter_memory
+from infinilora.kernels.memory import large_pages
 from infinilora.protocol.errors import InvalidRequest
 
 _CUDA = re.compile(r"cuda(?::([0-9]+))?")
@@ -102,7 +102,7 @@ class HostDevice:
     is_host = True
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return adapter_memory(num_bytes)
+        return large_pages(num_bytes)
 
     def stream(self) -> Stream:
         return _OVER

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinilora.pool.memory import adapter_memory
+from infinilora.kernels.memory import large_pages
 from infinilora.pool.pages import PAGE_BYTES, PageArena, Run
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.ids import Digest
@@ -45,7 +45,7 @@ class HostTier:
             raise InvalidRequest(f"host_bytes is {max_bytes}; wanted 0, or at least one page of {PAGE_BYTES}")
         self._lock = threading.Lock()
         self._whole: dict[Digest, HostAdapter] = {}
-        memory = adapter_memory(max_bytes)
+        memory = large_pages(max_bytes)
         self._arena = PageArena(max_bytes, memory=memory)
         if is_pinned:
             _pin(memory)

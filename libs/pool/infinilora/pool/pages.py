@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from infinilora.pool.memory import adapter_memory
+from infinilora.kernels.memory import large_pages
 from infinilora.protocol.errors import InvalidRequest
 
 PAGE_BYTES = 4096
@@ -45,7 +45,7 @@ class PageArena:
         self.num_pages = capacity_bytes // page_bytes
         if self.num_pages < 1:
             raise InvalidRequest(f"pool_bytes is {capacity_bytes}; wanted at least one page of {page_bytes}")
-        self._bytes = adapter_memory(self.num_pages * page_bytes) if memory is None else memory
+        self._bytes = large_pages(self.num_pages * page_bytes) if memory is None else memory
         self._free = [_Extent(0, self.num_pages)]
 
     @property

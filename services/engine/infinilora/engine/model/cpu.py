@@ -8,6 +8,7 @@ from torch import Tensor
 from infinilora.engine.model.ops import Linear, Paging
 from infinilora.kernels import cpu_ops
 from infinilora.kernels.cpu_ops import PackedWeight, Storage
+from infinilora.kernels.memory import SideBySide
 
 
 class CpuOps:
@@ -18,10 +19,11 @@ class CpuOps:
 
     def __init__(self, *, storage: Storage = "fp32", threads: int = 1) -> None:
         self._storage: Storage = storage
+        self._memory = SideBySide()
         cpu_ops.set_threads(threads)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        packed = PackedWeight.pack(weight, storage=self._storage)
+        packed = PackedWeight.pack(weight, storage=self._storage, memory=self._memory)
         return partial(cpu_ops.linear, w=packed, bias=None if bias is None else bias.float())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
