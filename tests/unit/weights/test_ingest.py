@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,7 @@ import pytest
 from infinilora.protocol.adapter import Manifest, encode_manifest, manifest_digest
 from infinilora.protocol.errors import AdapterInvalid, StoreFull, Unavailable, WireError, from_wire
 from infinilora.protocol.ingest import IngestReport
+from infinilora.weights.config import CONFIG_FILE
 from infinilora.weights.ingest import ingest, run
 from infinilora.weights.packed import read_header
 from infinilora.weights.peft import TENSORS_FILE, PeftAdapter, read_adapter
@@ -63,6 +65,32 @@ def test_a_file_of_mixed_dtypes_is_widened(tmp_path: Path) -> None:
     report = run(source, CARD, tmp_path / "out", narrow=None, max_rank=64)
     assert (report.manifest.dtype, report.manifest.narrowed_from) == ("F32", "")
     assert "mixes" in report.warnings[0].text
+
+
+@pytest.mark.parametrize(("config", "std"), [({"lora_alpha": 3e38}, 0.02), ({}, 1e15)])
+def test_finite_weights_whose_delta_overflows_are_refused(tmp_path: Path, config: dict[str, float], std: float) -> None:
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["q_proj"], config=config, std=std)
+    with pytest.raises(AdapterInvalid, match=r"layers\.\d\.self_attn\.q_proj: found .* delta of \d.*at most 1e\+18"):
+        ingest(source, CARD, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """JSON's readers take either; which one was meant nobody knows."""
+    source = write_peft_adapter(tmp_path / "a", CARD, rank=4, targets=["q_proj"], dtype="F16")
+    config, weights = source / CONFIG_FILE, source / TENSORS_FILE
+    text, data = config.read_text(), weights.read_bytes()
+    config.write_text('{"lora_alpha": 99,' + text.lstrip()[1:])
+    with pytest.raises(AdapterInvalid, match=r"adapter_config\.json: JSON: found 'lora_alpha' twice"):
+        ingest(source, CARD, tmp_path / "out")
+    config.write_text(text)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    name, entry = next((name, entry) for name, entry in header.items() if name != "__metadata__")
+    twice = json.dumps({name: entry | {"dtype": "BF16"}})[:-1].encode() + b"," + data[8:end].lstrip()[1:]
+    weights.write_bytes(len(twice).to_bytes(8, "little") + twice + data[end:])
+    with pytest.raises(AdapterInvalid, match=rf"adapter_model\.safetensors: JSON: found '{re.escape(name)}' twice"):
+        ingest(source, CARD, tmp_path / "out")
 
 
 def test_the_words_of_a_warning_are_no_part_of_the_digest(tmp_path: Path) -> None:

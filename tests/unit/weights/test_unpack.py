@@ -70,6 +70,13 @@ def test_every_kind_of_archive_is_told_by_its_content(tmp_path: Path, archive: i
     assert content(unpack_file(archive, tmp_path, LIMITS)) == dict(GOOD)
 
 
+@pytest.mark.parametrize("harm", [lambda data: data[:-6] + b"flip" + data[-2:], lambda data: data[:-6]])
+def test_a_checksum_at_the_end_of_an_archive_is_looked_at(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
+    """Of gzip: what flipped before it may well be unpacked without a complaint."""
+    with pytest.raises(InvalidRequest, match=r"cannot be read: (CRC check failed|.*end-of-stream)"):
+        unpack_file(io.BytesIO(harm(tar_of(*GOOD).getvalue())), tmp_path, LIMITS)
+
+
 SIDE_FILES = (
     ("run/checkpoint-5/adapter_config.json", b'{"of": "a checkpoint"}'),
     ("run/checkpoint-5/optimizer.pt", b"o" * 2000),

@@ -239,9 +239,19 @@ def _first_values(directory: Path, init: str, card: BaseCard) -> "Original | Non
 
 def _json(file: str, data: bytes) -> dict[str, Any]:
     try:
-        return dict(json.loads(data.decode("utf-8", "replace")))
+        return dict(json.loads(data.decode("utf-8", "replace"), object_pairs_hook=_once))
     except (ValueError, RecursionError) as error:
         raise AdapterInvalid(f"{file}: JSON: found {error}; wanted what a second reader reads alike") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once each. Raises ValueError: of two values either may have been meant."""
+    named: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in named:
+            raise ValueError(f"{key[:200]!r} twice")
+        named[key] = value
+    return named
 
 
 def _plain(module: str) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infinilora.protocol.adapter import BaseCard, Site, SiteEntry, SiteGeometry
+from infinilora.protocol.errors import AdapterInvalid
 from infinilora.weights.original import Original, Spot, Term
 from infinilora.weights.original_dora import Scaling
 from infinilora.weights.packed import (
@@ -31,6 +32,9 @@ from infinilora.weights.tensorfile import Array
 
 TINY = 2.0**-100
 """Below it fp32 has fewer digits."""
+
+MAX_DELTA = 1e18
+"""Of inputs below one. A norm that comes after sums squares of it, which single precision must hold."""
 
 MAX_THREADS = 2
 """Hashing and algebra let other threads run meanwhile; more would only hold more of the file in memory."""
@@ -69,7 +73,7 @@ def self_test(
     """Compare `packed` with the files of `directory`, a few sites at a time. `facts`: what the plan was told.
 
     Raises AdapterFailed if a block of the packed file is not what its manifest says, AdapterInvalid if the original
-    files hold what the reference road cannot read.
+    files hold what the reference road cannot read, or mean deltas that nothing can be computed with.
     """
     original, geometry = Original(directory, card, facts), card.geometry()
     modules, rows = original.places(), original.row_terms()
@@ -89,6 +93,7 @@ def self_test(
                     _add_wanted(term, x, compared)
             if place in rows:
                 _add_wanted(rows[place], x, compared)
+            _check_size(site, compared)
             if keep is not None:
                 keep(site, compared.wanted, compared.size, compared.wanted_scale)
             if place in ranges:
@@ -104,6 +109,19 @@ def _empty(site: SiteGeometry) -> _Site:
     shape = (blocks, site.out_dim, NUM_INPUTS)
     scales = np.ones(site.out_dim), np.ones(site.out_dim)
     return _Site(np.zeros(shape), np.zeros(shape), np.zeros(shape[:2]), *scales)
+
+
+def _check_size(site: SiteGeometry, compared: _Site) -> None:
+    """Raise AdapterInvalid for finite weights whose deltas are as good as infinite."""
+    largest = np.abs(compared.wanted).max(axis=2)
+    if not largest.max() <= MAX_DELTA:
+        block, column = np.unravel_index(int(largest.argmax()), largest.shape)
+        part = max((p for p in site.parts if p.out_offset <= column), key=lambda p: p.out_offset)
+        raise AdapterInvalid(
+            f"module {part.module.replace('{expert}', str(block))}: found weights and a scale that make a delta of "
+            f"{largest.max():.3g} of inputs below 1; wanted at most {MAX_DELTA:g}, for logits overflow",
+            param="source",
+        )
 
 
 def _add_wanted(term: Term, x: Array, to: _Site) -> None:

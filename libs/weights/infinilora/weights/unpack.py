@@ -250,7 +250,8 @@ def _entries(file: IO[bytes], max_bytes: int) -> Iterator[_Entry]:
 
 
 def _tar_entries(file: _File, max_bytes: int) -> Iterator[_Entry]:
-    with tarfile.TarFile(fileobj=_Forward(file, max_bytes + _TABLES_BYTES)) as archive:
+    forward = _Forward(file, max_bytes + _TABLES_BYTES)
+    with tarfile.TarFile(fileobj=forward) as archive:
         for member in archive:
             if member.isdir():
                 kind = "directory"
@@ -259,6 +260,8 @@ def _tar_entries(file: _File, max_bytes: int) -> Iterator[_Entry]:
             else:
                 kind = "file" if member.isreg() and not member.issparse() else "device or sparse file"
             yield _Entry(member.name, kind, member.size, _Opener(archive, member))
+    while forward.read(MAX_READ_BYTES):
+        pass  # what packed it has its checksum at the very end: bits that flipped on the way are seen there only
 
 
 def _zip_entries(file: IO[bytes]) -> Iterator[_Entry]:
