@@ -35,6 +35,7 @@ from support.lora_servers import LinkedEngine, LoraServerProcess, linked_engine
 from support.pools import Packed, pack, rows_of
 from support.procs import NatsServer, ValkeyServer, WeedServer, free_port
 from support.scaled import pack_scaled
+from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -424,6 +425,21 @@ async def test_a_cold_start_without_a_broker_still_serves(tmp_path: Path, s3_ser
             check_dense(engine, [adapter])
     finally:
         world.server.stop()
+
+
+async def test_sigterm_ends_a_server_that_still_waits_for_its_base_without_a_drain(
+    world: World, tmp_path: Path
+) -> None:
+    shared = {name: world.server.settings[name] for name in ("NATS_URL", "REDIS_URL", "STORE_URL")}
+    keys_of_store = {name: world.server.settings[name] for name in ("S3_ACCESS_KEY", "S3_SECRET_KEY")}
+    waits = LoraServerProcess(tmp_path, BASE="nobody-serves-this", DRAIN_S=600, **shared, **keys_of_store)
+    waits.launch()
+    try:
+        await eventually(lambda: "waiting for the base" in waits.log.read_text(), "it waits", timeout_s=30)
+        os.kill(waits.pid, signal.SIGTERM)
+        assert await asyncio.to_thread(waits.wait_end) == 0
+    finally:
+        waits.stop()
 
 
 def test_bad_settings_end_with_status_2_and_say_which(tmp_path: Path) -> None:

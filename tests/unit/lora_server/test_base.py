@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infinilora.lora_server.base import find_card, watch_base
+from infinilora.lora_server.base import find_card, pause_s, watch_base
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Beat
@@ -80,6 +80,11 @@ async def test_a_card_that_comes_late_is_waited_for(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         publish(blobs, CARD)
         assert await finding == CARD
+
+
+@pytest.mark.parametrize(("waited_s", "wanted_s"), [(0, 0.1), (1, 0.1), (5, 0.5), (20, 2), (3600, 2)])
+def test_who_has_waited_long_looks_less_often(waited_s: float, wanted_s: float) -> None:
+    assert pause_s(waited_s) == pytest.approx(wanted_s)
 
 
 async def test_a_group_whose_engines_moved_to_another_base_ends() -> None:

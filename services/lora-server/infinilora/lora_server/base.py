@@ -21,7 +21,8 @@ from infinilora.runtime.members import Members
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1
+POLL_S, MAX_POLL_S = 0.1, 2.0
+"""Between two looks: each may be a list of the store's objects, which somebody pays for."""
 HEAR_ENGINES_S = 1.5
 """Three beats: an engine that lives has been heard by then, and knows better than the store."""
 
@@ -32,7 +33,8 @@ async def find_card(wanted: str, blobs: BlobStore, members: Members) -> BaseCard
     has_said = False
     while True:
         fingerprint = _fingerprint(wanted, engine_beats(members))
-        may_guess = time.monotonic() - started > HEAR_ENGINES_S
+        waited_s = time.monotonic() - started
+        may_guess = waited_s > HEAR_ENGINES_S
         try:
             if card := await asyncio.to_thread(_read, blobs, wanted, fingerprint, may_guess=may_guess):
                 return card
@@ -42,7 +44,12 @@ async def find_card(wanted: str, blobs: BlobStore, members: Members) -> BaseCard
         if may_guess and not has_said:
             logger.warning("waiting for the base model's card", extra={"base": wanted, "reason": reason})
             has_said = True
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s(waited_s))
+
+
+def pause_s(waited_s: float) -> float:
+    """Until the next look: a tenth of the time that was waited already, within bounds."""
+    return min(MAX_POLL_S, max(POLL_S, waited_s / 10))
 
 
 async def watch_base(wanted: str, card: BaseCard, members: Members) -> None:

@@ -30,6 +30,7 @@ from infinilora.pool.group import OtherShards
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import lora_pb2, subjects
+from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Command
 from infinilora.protocol.shards import HEAD
 from infinilora.runtime import metrics, rpc, telemetry
@@ -62,7 +63,9 @@ async def serve(settings: Settings, service: Service) -> None:
     device = open_device(settings.device)
     async with AsyncExitStack() as stack:
         around = await _reach_out(settings, stack)
-        card = await find_card(settings.base, around.blobs, around.members)
+        card = await _find_card(settings, around, service)
+        if card is None:
+            return
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
         check_memory(settings, device.torch_device)
@@ -71,6 +74,17 @@ async def serve(settings: Settings, service: Service) -> None:
             await _lead(shard, around, service, measured, stack)
         else:
             await _follow(shard, around, service, measured, stack)
+
+
+async def _find_card(settings: Settings, around: _Around, service: Service) -> BaseCard | None:
+    """The base's card; None where a stop is asked for while it is waited for."""
+    found: list[BaseCard] = []
+
+    async def find() -> None:
+        found.append(await find_card(settings.base, around.blobs, around.members))
+
+    await _either(find(), service.draining.wait())
+    return found[0] if found else None
 
 
 async def _lead(
