@@ -26,8 +26,8 @@ lock: ## Compile the locks: requirements/dev.txt, and image.txt for the containe
 proto: setup ## Regenerate the protobuf messages
 	cd libs/protocol && $(abspath $(PY)) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. infinilora/protocol/generate.proto infinilora/protocol/lora.proto
 
-docs: setup ## Write the tables of docs/settings.md and docs/cases.md again
-	$(PY) tests/support/settings_page.py && $(PY) tests/cases/table.py
+docs: setup ## Write the tables of docs/settings.md, metrics.md and cases.md again
+	PYTHONPATH=tests $(PY) tests/support/settings_page.py && PYTHONPATH=tests $(PY) tests/support/metrics_page.py && $(PY) tests/cases/table.py
 
 fmt: setup ## Format
 	$(PY) -m ruff format . && $(PY) -m ruff check --fix .

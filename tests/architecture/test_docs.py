@@ -1,10 +1,12 @@
-"""What the pages say of files and settings is so."""
+"""What the pages say of files, settings and metrics is so."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from infinilora.runtime.settings import Common, misspelt
+from support import metrics_page
 from support.settings_page import PAGE, TABLES, own_fields, page, variable
 
 REPO = Path(__file__).parents[2]
@@ -42,6 +44,18 @@ def test_no_page_names_a_setting_that_is_not_there(path: Path) -> None:
     assert settings_of(path.read_text()) <= fields | in_code
 
 
+def test_the_page_of_metrics_has_them_as_they_are_in_the_code() -> None:
+    text = metrics_page.PAGE.read_text()
+    assert text == metrics_page.page(text), "run `make docs`"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_no_page_names_a_metric_that_is_not_there(path: Path) -> None:
+    named = set(re.findall(r"`[^`]*?((?:infinilora|gen_ai)_[a-z_]*[a-z])", path.read_text()))
+    known = {one.name for group in metrics_page.GROUPS.values() for one in metrics_page.shown(group)}
+    assert named <= known
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(REPO)))
 def test_every_link_within_the_repository_leads_somewhere(path: Path) -> None:
     for link in _LINK.findall(path.read_text()):
@@ -51,6 +65,14 @@ def test_every_link_within_the_repository_leads_somewhere(path: Path) -> None:
         target = path.parent / file if file else path
         assert target.exists(), link
         assert not anchor or anchor in {slug(heading) for heading in _HEADING.findall(target.read_text())}, link
+
+
+def test_no_setting_of_one_service_passes_for_a_misspelt_one_of_another() -> None:
+    """But the two that are mistaken for one another: the keys that are asked for, and the key that is shown."""
+    everything = set.union(*(settings_of(source.read_text()) for source in SOURCES))
+    everything |= {variable(name) for settings in TABLES.values() for name in settings.model_fields}
+    told = set.union(*(set(misspelt(settings, everything)) for settings in TABLES.values() if settings is not Common))
+    assert told == {"INFINILORA_API_KEY", "INFINILORA_ADMIN_KEY"}
 
 
 def slug(heading: str) -> str:

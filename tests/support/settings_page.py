@@ -16,6 +16,7 @@ from infinilora.engine.settings import Settings as EngineSettings
 from infinilora.gateway.settings import Settings as GatewaySettings
 from infinilora.lora_server.settings import Settings as LoraServerSettings
 from infinilora.runtime.settings import PREFIX, Common
+from support.tables import filled
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 TABLES: dict[str, type[Common]] = {
@@ -83,17 +84,8 @@ def default(name: str, field: FieldInfo) -> str:
     return f"`{text}`" if text else "empty"
 
 
-def marks(title: str) -> tuple[str, str]:
-    return f"<!-- {title} -->\n", f"<!-- end of {title} -->\n"
-
-
 def page(text: str) -> str:
-    """The page with all its tables as they should be; what is around them stays."""
-    for title, settings in TABLES.items():
-        begin, end = marks(title)
-        before, _, rest = text.partition(begin)
-        text = before + begin + table(settings) + end + rest.partition(end)[2]
-    return text
+    return filled(text, {title: table(settings) for title, settings in TABLES.items()})
 
 
 if __name__ == "__main__":

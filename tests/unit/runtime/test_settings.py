@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from infinilora.runtime.settings import Address, Common, read
+from infinilora.runtime.settings import Address, Common, misspelt, read
 
 
 class Settings(Common):
@@ -93,3 +93,17 @@ def test_what_is_no_address_is_refused_by_name(
         read(Settings)
     assert "INFINILORA_LISTEN: Value error, found" in (told := capsys.readouterr().err)
     assert "wanted host:port" in told
+
+
+def test_a_variable_that_is_nearly_a_setting_is_told_and_starts_all_the_same(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.setenv("INFINILORA_THREAD", "5")
+    assert read(Settings).threads == 2
+    assert capsys.readouterr().err == (
+        "INFINILORA_THREAD is no setting of this service; is INFINILORA_THREADS meant?\n"
+    )
+
+
+def test_what_is_spelt_right_and_what_is_like_no_setting_is_passed_over() -> None:
+    assert misspelt(Settings, ["INFINILORA_THREADS", "INFINILORA_POOL_BYTES", "THREAD", "INFINILORA_LOG_LEVEL"]) == {}

@@ -4,7 +4,10 @@ A service declares `class Settings(Common)` with its own fields and calls `read(
 secrets have no default: `infinilora up`, compose and the chart name them.
 """
 
+import os
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +17,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from infinilora.runtime.credentials import Credentials, From
 
 PREFIX = "INFINILORA_"
+LIKENESS = 0.85
+"""Of two names, by difflib: one letter too many or too few, and no two settings of different services."""
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -105,13 +110,32 @@ class Common(BaseSettings):
 
 
 def read(cls: type[S]) -> S:
-    """Read the settings, or say on stderr which variables are missing or wrong and exit with status 2."""
+    """Read the settings, or say on stderr which variables are missing or wrong and exit with status 2.
+
+    A variable that is no setting of this service, and nearly one, is told there too.
+    """
+    for given, meant in misspelt(cls, os.environ).items():
+        sys.stderr.write(f"{given} is no setting of this service; is {meant} meant?\n")
     try:
         return cls()
     except ValidationError as error:
         lines = [_problem(item["loc"], item["msg"]) for item in error.errors()]
         sys.stderr.write("settings are not complete:\n" + "\n".join(lines) + "\n")
         raise SystemExit(2) from None
+
+
+def misspelt(cls: type[BaseSettings], variables: Iterable[str]) -> dict[str, str]:
+    """Variables that may be misspelt settings of `cls`, and what each may mean.
+
+    What is like none of them may be another service's: services may share one environment.
+    """
+    known = [name.upper() for name in cls.model_fields]
+    found: dict[str, str] = {}
+    for variable in sorted(variables):
+        name = variable.removeprefix(PREFIX)
+        if variable.startswith(PREFIX) and name not in known:
+            found.update((variable, PREFIX + like) for like in get_close_matches(name, known, 1, LIKENESS))
+    return found
 
 
 def _problem(location: tuple[int | str, ...], message: str) -> str:
