@@ -12,6 +12,7 @@ from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.listener import TcpListener
 from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach, checked, fabric_of
 from infinilora.protocol.errors import InvalidRequest
+from support.ipv6 import needs_ipv6
 from support.links import Answering, random_rows, rule
 from support.waiting import eventually
 
@@ -231,6 +232,7 @@ def test_an_address_that_cannot_be_bound_is_told_at_the_start() -> None:
         Opener(_settings(None, tcp_host="192.0.2.1"))
 
 
+@needs_ipv6
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_a_server_with_an_ipv6_address_is_reached_there(host: str) -> None:
     settings = _settings(None, tcp_host=host, tcp_reach="::1")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from infinilora.protocol.errors import Unavailable
 from infinilora.runtime import metrics
+from support.ipv6 import needs_ipv6
 from support.procs import free_port
 
 
@@ -70,13 +72,16 @@ def test_ties_are_read_when_scraped() -> None:
     assert b"infinilora_bus_events_dropped 3.0" in page
 
 
-def test_a_service_without_http_is_scraped_from_a_thread() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=needs_ipv6)])
+def test_a_service_without_http_is_scraped_from_a_thread(host: str) -> None:
     port = free_port()
-    with metrics.scraped(f"127.0.0.1:{port}") as registry:
+    with metrics.scraped(f"{host}:{port}") as registry:
         assert registry is not None
         metrics.EngineMetrics(registry).running.set(4)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as answer:
             assert b"infinilora_engine_running 4.0" in answer.read()
+        with pytest.raises(Unavailable, match="for metrics"), metrics.scraped(f"{host}:{port}"):
+            pass
     with metrics.scraped("") as nothing:
         assert nothing is None
 

@@ -23,6 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from infinilora.protocol.errors import Unavailable
+from infinilora.runtime.listening import parse_address
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 BASE = "base"
@@ -67,16 +70,19 @@ def render(registry: CollectorRegistry) -> bytes:
 def scraped(listen: str) -> Iterator[CollectorRegistry | None]:
     """A registry whose scrapes a daemon thread answers at `host:port`, for services without HTTP of their own.
 
-    None when `listen` is empty: nothing is measured.
+    Raises as `listen_on`. None when `listen` is empty: nothing is measured.
     """
     if not listen:
         yield None
         return
     registry = new_registry()
-    host, _, port = listen.rpartition(":")
+    host, port = parse_address(listen)
     server: WSGIServer
     thread: threading.Thread
-    server, thread = start_http_server(int(port), addr=host, registry=registry)
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {listen} for metrics: {error}") from error
     try:
         yield registry
     finally:

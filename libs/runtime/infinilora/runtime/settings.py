@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from infinilora.protocol.errors import InvalidRequest
 from infinilora.runtime.credentials import Credentials, From
+from infinilora.runtime.listening import parse_address
 
 PREFIX = "INFINILORA_"
 LIKENESS = 0.85
@@ -22,15 +24,13 @@ LIKENESS = 0.85
 
 S = TypeVar("S", bound=BaseSettings)
 
-MAX_PORT = 65_535
-
 
 def _address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    is_port = port.isascii() and port.isdecimal() and int(port) <= MAX_PORT
-    if value and not (host and is_port and (is_bracketed or ":" not in host)):
-        raise ValueError(f"found {value!r}; wanted host:port, such as 127.0.0.1:7000 or [::1]:7000")
+    try:
+        if value:
+            parse_address(value)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error
     return value
 
 

@@ -1,7 +1,6 @@
 """An ASGI application served as part of a service: its signals, its tasks, a port known before it serves."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,22 +8,14 @@ from typing import Any
 import uvicorn
 from typing_extensions import override
 
-from infinilora.protocol.errors import InvalidRequest, Unavailable
-
-BACKLOG = 2048
-MAX_PORT = 65_535
+from infinilora.runtime.listening import listen_on
 
 
 class WebServer:
     """Listens from `with` on; answers while `run` runs. Port 0 takes a free one."""
 
     def __init__(self, app: Any, listen: str, *, grace_s: float) -> None:
-        host, port = _parse(listen)
-        try:
-            self._socket = socket.create_server((host.strip("[]"), port), backlog=BACKLOG)
-        except OSError as error:
-            raise Unavailable(f"cannot listen on {listen!r}: {error}") from error
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._socket, self.address = listen_on(listen)
         self._ended = asyncio.Event()
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -58,10 +49,3 @@ class _Uvicorn(uvicorn.Server):
     @override
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _parse(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
-        raise InvalidRequest(f"cannot listen on {listen!r}: wanted host:port, the port from 0 to {MAX_PORT}")
-    return host, int(port)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -14,10 +13,10 @@ from infinilora.gateway.scratch import use_scratch
 from infinilora.gateway.settings import Settings
 from infinilora.gateway.wiring import Connections, build, scratch_directory
 from infinilora.protocol.control import Beat
-from infinilora.protocol.errors import Unavailable
 from infinilora.runtime import log, telemetry
 from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
+from infinilora.runtime.listening import listen_on
 from infinilora.runtime.members import Heart, Members
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service, run
@@ -32,8 +31,9 @@ KEEP_ALIVE_S = 75
 
 async def serve(service: Service, settings: Settings) -> None:
     """Run until asked to stop, then let running answers finish."""
-    with use_scratch(scratch_directory(settings)), _listen(settings.listen) as listener:
-        address = settings.advertise or "{}:{}".format(*listener.getsockname()[:2])
+    listener, bound = listen_on(settings.listen)
+    with use_scratch(scratch_directory(settings)), listener:
+        address = settings.advertise or bound
         async with _connections(settings) as ties:
             gateway = build(settings, ties)
             for name, task in gateway.background.items():
@@ -95,18 +95,6 @@ class _Server(uvicorn.Server):
     @override
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    try:
-        listener = socket.create_server((host.strip("[]"), int(port)), backlog=2048)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {address}: {error}") from None
-    # Connections have it from here: asyncio does not set it where the protocol was left to the kernel, and an answer in
-    # two pieces, or the next token of a stream, would wait 40 ms for the acknowledgement of the one before.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def _beat(service: Service, gateway_id: str, address: str) -> Beat:
