@@ -19,6 +19,7 @@ from infinilora.planner.simulate.run import serviceable, simulate_load
 from infinilora.planner.simulate.scenario import Way
 
 SMALL = ["--set", "load.requests=60", "--set", "load.adapters=8", "--set", "fleet.engines=2"]
+NEVER_BACK = 'fleet.failures=[{"kind":"group","index":0,"at_s":0,"for_s":1e9}]'
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -143,7 +144,20 @@ def test_published_adapters_have_the_published_sizes() -> None:
         (["--scenario", "/nowhere.json"], "found /nowhere.json, No such file or directory; wanted a file to read"),
         (["--set", "fleet.engines"], "found 'fleet.engines'; wanted PLACE=VALUE"),
         (["--set", "costs.name=1"], "costs has no parts"),
-        (["--set", "fleet.engines=0"], "found 0; wanted a number from 1 to 1000"),
+        (["--set", "fleet.engines=0"], "fleet.engines: found 0; wanted a number from 1 to 1000"),
+        (["--set", "load.rate=0"], "load.rate: found 0; wanted a number above 0"),
+        (["--set", "slo.ttft_s=0"], "slo.ttft_s: found 0; wanted a number above 0"),
+        (["--set", "adapter_bytes=[]"], "adapter_bytes: found []; wanted sizes of 1 byte or more"),
+        (
+            ["--set", "fleet.group_bytes=9999999"],
+            "adapter_bytes: found an adapter of 10000000 bytes; wanted 9999999 at most, what fleet.group_bytes has",
+        ),
+        (["--set", "fleet.engine_bytes=9", "--ways", "disaggregated,coupled"], "what fleet.engine_bytes has room for"),
+        (
+            [*SMALL, "--set", "fleet.kv_tokens=16"],
+            "found 60 requests that still wait after 3600 s in which nothing happened",
+        ),
+        ([*SMALL, "--set", NEVER_BACK], "requests that still wait after 3600 s in which nothing happened"),
         (["--set", "fleet.wheels=4"], "unknown field `wheels`"),
         (["--set", "load.shape=round"], "Invalid enum value 'round'"),
         (["--set", "costs=/nowhere.json"], "found /nowhere.json"),

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from infinilora.planner.simulate.costs import Costs
-from infinilora.planner.simulate.fleet import Fleet
+from infinilora.planner.simulate.fleet import Fleet, check_room
 from infinilora.planner.simulate.load import MAX_TOKENS, Request
 from infinilora.planner.simulate.outcome import Outcome, Slo, quantiles
 from infinilora.planner.simulate.run import serviceable_rate, simulate, simulate_load
@@ -29,9 +29,11 @@ class Served(msgspec.Struct, frozen=True):
 def run_ways(scenario: Scenario, ways: Sequence[Way], *, seed: int, search: bool) -> list[Served]:
     """The same requests for every way."""
     costs, sizes = scenario.read_costs(), scenario.sizes()
+    fleets = [replace(scenario.fleet, mode=way.mode, routing=way.routing) for way in ways]
+    for fleet in fleets:
+        check_room(fleet, sizes)
     found = []
-    for way in ways:
-        fleet = replace(scenario.fleet, mode=way.mode, routing=way.routing)
+    for way, fleet in zip(ways, fleets, strict=True):
         if search:
             rate, outcome = serviceable_rate(fleet, costs, sizes, scenario.load, scenario.slo, seed=seed)
             found.append(Served(way.name, rate, outcome))
@@ -92,6 +94,7 @@ def compare(path: Path, costs: Costs) -> Compared:
     """Play a record's requests, as they arrived and as long as they were, in its own fleet."""
     record = read_record(path)
     ordered = sorted(record.requests, key=lambda one: one.arrival_s)
+    check_room(record.fleet, record.adapter_bytes)
     first_s = ordered[0].arrival_s
     requests = [Request(i, o.arrival_s - first_s, o.adapter, o.prompt, o.output) for i, o in enumerate(ordered)]
     predicted = simulate(record.fleet, costs, record.adapter_bytes, requests, Slo())

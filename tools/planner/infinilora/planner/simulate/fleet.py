@@ -1,5 +1,6 @@
 """What a simulated fleet is made of, as a person says it."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -82,6 +83,15 @@ def check_fleet(fleet: Fleet) -> None:
         _within(failure.index, 0, members - 1, f"failures[{place}].index")
         _within(failure.at_s, 0, 1e9, f"failures[{place}].at_s")
         _within(failure.for_s, 0, 1e9, f"failures[{place}].for_s")
+
+
+def check_room(fleet: Fleet, adapter_bytes: Iterable[int]) -> None:
+    """InvalidRequest for an adapter that no pool could ever hold: its requests would wait for ever."""
+    where = "group_bytes" if fleet.has_groups else "engine_bytes"
+    room, largest = getattr(fleet, where), max(adapter_bytes, default=0)
+    if largest > room:
+        told = f"found an adapter of {largest} bytes; wanted {room} at most, what fleet.{where} has room for"
+        raise InvalidRequest(f"adapter_bytes: {told}", param="adapter_bytes")
 
 
 def _within(value: float, least: float, most: float, param: str) -> None:

@@ -1,5 +1,7 @@
 """What is to be simulated, as a JSON file and some words that change it: `fleet.engines=8`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -69,14 +71,33 @@ def read_scenario(path: Path | None, changes: list[str]) -> Scenario:
 
 
 def check_scenario(scenario: Scenario) -> None:
-    check_fleet(scenario.fleet)
-    check_load(scenario.load)
+    """InvalidRequest names the place first, as `--set` takes it."""
+    try:
+        _check(scenario)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.param}: {error.message}", param=error.param) from None
+
+
+def _check(scenario: Scenario) -> None:
+    with _part("fleet"):
+        check_fleet(scenario.fleet)
+    with _part("load"):
+        check_load(scenario.load)
     sizes = scenario.adapter_bytes
     if not sizes or not all(1 <= size <= MAX_BYTES // scenario.load.adapters for size in sizes):
         raise InvalidRequest(f"found {list(sizes)}; wanted sizes of 1 byte or more", param="adapter_bytes")
     for name in ("ttft_s", "tpot_s"):
         if not getattr(scenario.slo, name) > 0:
             raise InvalidRequest(f"found {getattr(scenario.slo, name):g}; wanted a number above 0", param=f"slo.{name}")
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    """What is wrong within is wrong in this part."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param=f"{name}.{error.param}") from None
 
 
 def _read(path: Path) -> dict[str, object]:

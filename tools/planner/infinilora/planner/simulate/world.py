@@ -24,9 +24,12 @@ from infinilora.planner.simulate.pricing import OWN, Pricing
 from infinilora.planner.simulate.routing import Beat, SimGateway
 from infinilora.planner.simulate.sequence import CountedSequence
 from infinilora.planner.simulate.timeline import Timeline
+from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.ids import Digest
 
 BLOCK_TOKENS = 16
+STALL_S = 3600.0
+"""Of virtual time in which nothing happens while requests wait: nothing ever will, and the run is given up."""
 FILL = 0.9
 """Of a group's bytes that placement plans with, as the coordinator does."""
 
@@ -70,9 +73,11 @@ class World:
             for _ in range(fleet.gateways)
         ]
         self._placed_at: dict[int, str] = {}
+        self._num_arrived = 0
+        self._progress, self._progress_s = 0, 0.0
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """To the end of the last request, or until told."""
+        """To the end of the last request, or until told. InvalidRequest where some could wait for ever."""
         self._next_request(0)
         self._replan()
         self._beat()
@@ -148,6 +153,7 @@ class World:
     def _arrive(self, index: int) -> None:
         request = self._requests[index]
         self._next_request(index + 1)
+        self._num_arrived += 1
         digest = self._digest_of(request)
         if digest is not None:
             self._asked[digest] += 1
@@ -201,7 +207,20 @@ class World:
         ]
         for desk in self._desks.values():
             desk.beat(groups)
+        self._look_for_progress()
         self.timeline.at(self.timeline.now + self._fleet.heartbeat_s, self._beat)
+
+    def _look_for_progress(self) -> None:
+        waiting, now = self._num_arrived - self.num_ended, self.timeline.now
+        progress = self._num_arrived + self.num_ended + sum(engine.num_steps for engine in self.engines.values())
+        if not waiting or progress != self._progress:
+            self._progress, self._progress_s = progress, now
+        elif now - self._progress_s > STALL_S:
+            raise InvalidRequest(
+                f"found {waiting} requests that still wait after {STALL_S:g} s in which nothing happened; wanted a "
+                "fleet that serves them: failures that end, and fleet.kv_tokens for the longest prompt and output",
+                param="scenario",
+            )
 
     def _replan(self) -> None:
         """Homes of adapters, by what was asked for since the last time."""
