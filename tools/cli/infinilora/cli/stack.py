@@ -70,20 +70,15 @@ class Stack:
         extra_env: Mapping[str, str] | None = None,
         on_event: OnEvent = _unheard,
     ) -> None:
-        if lora not in ("remote", "local", "none"):
-            raise InvalidRequest(f"lora is {lora!r}; wanted 'remote', 'local' or 'none'", param="lora")
+        self._shape, self._engine_shards = check_layout(lora=lora, lora_shape=lora_shape, engine_shards=engine_shards)
         self.home = Home(var_dir)
         self.model = find_model(model, self.home.directory)
         self.served_name = served_name or self.model.name
         self._port = port
         self._lora = lora
-        self._shape = None if lora_shape == AUTO else Shape.parse(lora_shape)
-        if lora != "remote" and self._shape != ONE:
-            raise InvalidRequest(f"lora is {lora!r}: there is no LoRA server of shape {lora_shape}", param="lora_shape")
         if engines < 1:
             raise InvalidRequest(f"engines is {engines}; wanted at least one", param="engines")
         self._num_engines = engines
-        self._engine_shards = _num_shards(engine_shards)
         self._threads = threads or os.cpu_count() or 1
         self._urls = (urls or Urls())._asdict()
         self._extra_env = dict(extra_env or {})
@@ -264,6 +259,19 @@ class Stack:
         if self._plan is None:
             raise InvalidRequest("the system is not started")
         return self._plan
+
+
+def check_layout(*, lora: str, lora_shape: str, engine_shards: str) -> tuple[Shape | None, str]:
+    """The shape of the LoRA server (None: to be chosen), and how many shards an engine has. InvalidRequest for others.
+
+    Needs no model: to be asked before one is prepared.
+    """
+    if lora not in ("remote", "local", "none"):
+        raise InvalidRequest(f"lora is {lora!r}; wanted 'remote', 'local' or 'none'", param="lora")
+    shape = None if lora_shape == AUTO else Shape.parse(lora_shape)
+    if lora != "remote" and shape != ONE:
+        raise InvalidRequest(f"lora is {lora!r}: there is no LoRA server of shape {lora_shape}", param="lora_shape")
+    return shape, _num_shards(engine_shards)
 
 
 def _num_shards(asked: str) -> str:

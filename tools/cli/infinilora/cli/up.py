@@ -13,7 +13,7 @@ from infinilora.cli.api import Api
 from infinilora.cli.follow import follow
 from infinilora.cli.model_commands import prepared
 from infinilora.cli.options import VarDir
-from infinilora.cli.stack import OnEvent, Stack, Urls
+from infinilora.cli.stack import OnEvent, Stack, Urls, check_layout
 from infinilora.cli.terminal import err, errors, out
 from infinilora.cli.welcome import speech_of, welcome
 
@@ -79,6 +79,7 @@ def up(  # noqa: PLR0913 - each is an option
         err.print(f"{stamp}  {NAMES.get(name, name):13} [{color}]{event}[/{color}]")
 
     with errors():
+        check_layout(lora=lora, lora_shape=lora_shape, engine_shards=shards)
         if model in models.DEMO_MODELS:
             prepared(model, var_dir)
         stack = Stack(
