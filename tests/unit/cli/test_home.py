@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from infinilora.cli.home import Home, Running
-from infinilora.protocol.errors import Conflict
+from infinilora.protocol.errors import Conflict, InvalidRequest
 
 HOLDS = """
 import sys, time
@@ -104,3 +104,9 @@ def test_secrets_of_an_earlier_release_get_an_operators_key_and_are_else_kept(tm
     assert len(again.admin_key) >= 32
     assert Home(tmp_path).secrets() == again
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_directory_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequest, match=r"file/var cannot be written \(Not a directory\).*--var-dir"):
+        Home(tmp_path / "file" / "var").lock()

@@ -65,3 +65,16 @@ async def test_an_adapter_proven_against_a_sample_of_its_base_is_to_be_registere
         catalog.check_base(Target(requested="small", base=BASE), old)
         members.append(Member(ENGINE, 0.0))
         catalog.check_base(adapter, old)  # engines and gateways are replaced in either order
+
+
+async def test_an_alias_hides_no_base_model_that_is_served_by_its_name() -> None:
+    other = msgspec.structs.replace(ENGINE, id="engine-1", model="large", base=Fingerprint("l"))
+    members = [Member(ENGINE, 0.0), Member(other, 0.0)]
+    registry = Registry(MemoryStore(), MemoryBus())
+    await registry.refresh()
+    async with Channels(token="of the test") as channels:
+        catalog = Catalog(Fleet(lambda: members, channels), registry, {"small": "large", "big": "large", "gone": "no"})
+        for name, base in (("small", "b"), ("base:small", "b"), ("big", "l"), ("large", "l")):
+            assert catalog.resolve(name, "t").base == base
+        assert {entry.name: entry.base for entry in catalog.served_bases()} == {"small": "b", "big": "l", "large": "l"}
+        assert catalog.known_bases() == {"small": "b", "big": "l", "large": "l", "gone": None}

@@ -25,3 +25,15 @@ def test_a_rank_that_is_none_is_refused_at_the_start(rank: str, monkeypatch: pyt
     monkeypatch.setenv("INFINILORA_MAX_RANK", rank)
     with pytest.raises(ValidationError, match="max_rank"):
         Settings(**ADDRESSES)
+
+
+@pytest.mark.parametrize("aliases", ["prod", "prod=", "=tiny", "a=b=c", "prod=tiny,prod=other"])
+def test_aliases_that_name_nothing_are_refused_at_the_start(aliases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINILORA_MODEL_ALIASES", aliases)
+    with pytest.raises(ValidationError, match="model_aliases"):
+        Settings(**ADDRESSES)
+
+
+def test_aliases_may_be_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINILORA_MODEL_ALIASES", " prod = tiny , org/tiny=tiny,")
+    assert Settings(**ADDRESSES).aliases == {"prod": "tiny", "org/tiny": "tiny"}

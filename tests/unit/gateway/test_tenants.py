@@ -20,7 +20,7 @@ def test_a_key_names_its_tenant() -> None:
             tenants.of(bad)
 
 
-@pytest.mark.parametrize("text", ["secret", ":red", "k:"])
+@pytest.mark.parametrize("text", ["secret", ":red", "k:", "secret:red,secret:blue"])
 def test_keys_that_do_not_parse_are_refused_without_showing_them(text: str) -> None:
     with pytest.raises((ValueError, InvalidRequest)) as refused:
         parse_keys(text)

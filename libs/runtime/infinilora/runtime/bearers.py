@@ -16,6 +16,8 @@ def parse_keys(text: str, what: str) -> dict[str, str]:
         key, colon, name = entry.rpartition(":")
         if not colon or not key:
             raise ValueError(f"entry {number} is not 'key:{what}'")
+        if key in names:
+            raise ValueError(f"entry {number} has the key of an earlier one; wanted one {what} a key")
         names[key] = check_name(name, what)
     return names
 

@@ -86,15 +86,17 @@ class Catalog:
     def known_bases(self) -> dict[str, Fingerprint | None]:
         """Every name of a base model; None where an alias is of one that has not been met."""
         known = self._fleet.known()
-        return {**known, **{alias: known.get(name) for alias, name in self._aliases.items()}}
+        return {**{alias: known.get(name) for alias, name in self._aliases.items()}, **known}
 
     def served_bases(self) -> list[BaseEntry]:
         served = self._fleet.served()
         aliases = {alias: served[name] for alias, name in self._aliases.items() if name in served}
-        return [BaseEntry(name, base) for name, base in sorted((served | aliases).items())]
+        return [BaseEntry(name, base) for name, base in sorted((aliases | served).items())]
 
     def _base(self, name: str) -> Fingerprint | None:
-        return self._fleet.known().get(self._aliases.get(name, name))
+        """By a name that an engine serves, else by an alias: what is served under its own name stays what it is."""
+        known = self._fleet.known()
+        return known.get(name) or known.get(self._aliases.get(name, ""))
 
     # Names
 

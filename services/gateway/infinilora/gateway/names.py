@@ -74,6 +74,19 @@ def parse_target(text: str, tenant: str) -> AdapterRef:
     return ref
 
 
+def parse_aliases(text: str) -> dict[str, str]:
+    """Read `alias=served-name,...`, other names of base models. Raises ValueError for what would name nothing."""
+    aliases: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        alias, _, name = (part.strip() for part in entry.partition("="))
+        if not alias or not name or "=" in name:
+            raise ValueError(f"{entry[:80]!r} is not 'alias=served-name'")
+        if alias in aliases:
+            raise ValueError(f"alias {alias[:80]!r} is there twice")
+        aliases[alias] = name
+    return aliases
+
+
 def _selector(text: str) -> tuple[int | None, Digest | None]:
     if match := _VERSION.match(text):
         return int(match[1]), None

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from infinilora.gateway.declared import Policy
 from infinilora.gateway.ingest import IngestLimits
+from infinilora.gateway.names import parse_aliases
 from infinilora.gateway.tenants import parse_keys
 from infinilora.protocol.ingest import MAX_RANK
 from infinilora.runtime.settings import Address, Common
@@ -27,7 +28,7 @@ class Settings(Common):
     api_keys: SecretStr = SecretStr("")
     """`key:tenant,key:tenant`. Empty: no key is asked for, and everybody is the default tenant."""
     model_aliases: str = ""
-    """`alias=served-name,...`: other names of base models."""
+    """`alias=served-name,...`: other names of base models. A name that some engine serves itself is no alias."""
     adapter_api: Literal["on", "off"] = "on"
     """Off: this gateway serves adapters and neither registers, changes nor lists them."""
     declared_base: Policy = "warn"
@@ -67,10 +68,15 @@ class Settings(Common):
         parse_keys(value.get_secret_value())
         return value
 
+    @field_validator("model_aliases")
+    @classmethod
+    def _aliases_are_readable(cls, value: str) -> str:
+        parse_aliases(value)
+        return value
+
     @property
     def aliases(self) -> dict[str, str]:
-        pairs = (entry.partition("=") for entry in self.model_aliases.split(",") if "=" in entry)
-        return {alias.strip(): name.strip() for alias, _, name in pairs}
+        return parse_aliases(self.model_aliases)
 
     @property
     def roots(self) -> tuple[Path, ...]:

@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from infinilora.protocol.errors import Conflict
+from infinilora.protocol.errors import Conflict, InvalidRequest
 
 SHM = Path("/dev/shm")  # noqa: S108 - memory that both ends of a link map
 
@@ -69,9 +69,16 @@ class Home:
         return self.directory / "link"
 
     def lock(self) -> None:
-        """Take the directory over, and clear what a killed owner left. Raises Conflict while another lives."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        file = (self.directory / "up.lock").open("a+")
+        """Take the directory over, and clear what a killed owner left.
+
+        Raises Conflict while another lives, InvalidRequest where nothing can be kept.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            file = (self.directory / "up.lock").open("a+")
+        except OSError as error:
+            words = f"{self.directory} cannot be written ({error.strerror}); choose another directory: --var-dir"
+            raise InvalidRequest(words) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
