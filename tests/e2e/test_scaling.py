@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infinilora.cli.follow import follow
+from infinilora.cli.follow import Most, follow
 from infinilora.cli.up import scaled
 from support.api import Api, stream_ids
 from support.oracle import ATTENTION, write_adapter
@@ -66,7 +66,7 @@ async def test_the_fleet_grows_with_the_load_and_shrinks_after_it(stacks: StackF
     is_over = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(
-            follow(stacks.stack, lambda name, event: events.append((name, event)), every_s=0.5)
+            follow(stacks.stack, lambda name, event: events.append((name, event)), most=Most(2, 2), every_s=0.5)
         )
         loading = tasks.create_task(load(api, is_over))
         grown = await stacks.fleet(

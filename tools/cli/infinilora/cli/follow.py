@@ -1,11 +1,13 @@
 """Follows the coordinator's desired counts on this machine: the back-end `local` of scaling.
 
 Level-triggered: what should be is read again and again, so nothing that is missed has to be remembered. While the
-coordinator does not answer, all stays as it is.
+coordinator does not answer, all stays as it is. Nobody has this machine run more than whoever started the system
+allowed, a count that is set by hand included: a slip of an operator's hand must not end the machine.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -22,16 +24,28 @@ class _Shown(msgspec.Struct):
     desired: tuple[Desired, ...] = ()
 
 
-async def follow(stack: Stack, on_event: Callable[[str, str], None], *, every_s: float = EVERY_S) -> None:
-    """Have the stack run as many engines and groups as there should be. Runs for ever."""
+class Most(NamedTuple):
+    """What this machine may be made to run: `--max-engines` and `--max-groups`, and never less than it starts with."""
+
+    engines: int
+    groups: int
+
+
+async def follow(stack: Stack, on_event: Callable[[str, str], None], *, most: Most, every_s: float = EVERY_S) -> None:
+    """Have the stack run as many engines and groups as there should be, within `most`. Runs for ever."""
+    told: Desired | None = None
     while True:
         await asyncio.sleep(every_s)
         desired = await read(stack)
         if desired is None:
             continue
+        if desired != told and (desired.engines > most.engines or desired.groups > most.groups):
+            wanted = f"{desired.engines} engines and {desired.groups} groups are wanted"
+            on_event("scaling", f"{wanted}; at most {most.engines} and {most.groups} run on this machine")
+        told = desired
         try:
-            await stack.set_engines(desired.engines)
-            await stack.set_groups(desired.groups)
+            await stack.set_engines(min(desired.engines, most.engines))
+            await stack.set_groups(min(desired.groups, most.groups))
         except (InfiniLoraError, OSError) as error:  # no port, no process: what runs goes on, and it is tried again
             on_event("scaling", str(error))
 

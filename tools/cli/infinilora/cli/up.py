@@ -3,6 +3,8 @@
 import asyncio
 import signal
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +12,10 @@ import typer
 
 from infinilora.cli import demo, models
 from infinilora.cli.api import Api
-from infinilora.cli.follow import follow
+from infinilora.cli.follow import Most, follow
 from infinilora.cli.model_commands import prepared
 from infinilora.cli.options import VarDir
-from infinilora.cli.stack import OnEvent, Stack, Urls, check_layout
+from infinilora.cli.stack import Stack, Urls, check_layout
 from infinilora.cli.terminal import err, errors, out
 from infinilora.cli.welcome import speech_of, welcome
 
@@ -50,6 +52,7 @@ Store = Annotated[
     ),
 ]
 
+Scaling = Callable[[], Awaitable[None]]
 NAMES = {"store": "object store", "nats": "NATS", "redis": "Redis"}
 
 
@@ -96,29 +99,35 @@ def up(  # noqa: PLR0913 - each is an option
             extra_env=scaled(engines, max_engines, max_groups),
             on_event=on_event,
         )
-        is_scaled = bool(max_engines or max_groups)
-        asyncio.run(_live(stack, on_event if is_scaled else None))
+        most = most_of(engines, max_engines, max_groups)
+        asyncio.run(_live(stack, partial(follow, stack, on_event, most=most) if most else None))
     err.print("stopped")
+
+
+def most_of(engines: int, max_engines: int, max_groups: int) -> Most | None:
+    """How many there may be of each; None where their number stays."""
+    return Most(max(engines, max_engines), max(1, max_groups)) if max_engines or max_groups else None
 
 
 def scaled(engines: int, max_engines: int, max_groups: int) -> dict[str, str]:
     """What the coordinator is told of how many there may be; nothing where their number stays."""
-    if not max_engines and not max_groups:
+    most = most_of(engines, max_engines, max_groups)
+    if most is None:
         return {}
     limits = {
         "SCALER": "local",
         "MIN_ENGINES": engines,
-        "MAX_ENGINES": max(engines, max_engines),
+        "MAX_ENGINES": most.engines,
         "MIN_GROUPS": 1,
-        "MAX_GROUPS": max(1, max_groups),
+        "MAX_GROUPS": most.groups,
     }
     return {f"INFINILORA_{name}": str(value) for name, value in limits.items()}
 
 
-async def _live(stack: Stack, on_event: OnEvent | None) -> None:
+async def _live(stack: Stack, scaling: Scaling | None) -> None:
     """Run the system until a signal; the second signal kills what the first one did not stop.
 
-    With `on_event`, in as many processes as the coordinator decides.
+    With `scaling`, in as many processes as the coordinator decides.
     """
     loop, body = asyncio.get_running_loop(), asyncio.current_task()
     assert body is not None  # noqa: S101 - this is a coroutine, so it runs in one
@@ -133,18 +142,18 @@ async def _live(stack: Stack, on_event: OnEvent | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     try:
-        await _serve(stack, on_event)
+        await _serve(stack, scaling)
     except asyncio.CancelledError:
         body.uncancel()  # it was asked for, and all is stopped
 
 
-async def _serve(stack: Stack, on_event: OnEvent | None) -> None:
+async def _serve(stack: Stack, scaling: Scaling | None) -> None:
     try:
         await stack.start()
         await asyncio.to_thread(_register_demo, stack)
         out.print(welcome(stack.url, stack.served_name, speech_of(stack.model)))
-        if on_event:
-            await follow(stack, on_event)
+        if scaling:
+            await scaling()
         await asyncio.Event().wait()
     finally:
         await stack.stop()
