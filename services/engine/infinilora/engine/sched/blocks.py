@@ -84,12 +84,11 @@ class BlockPool:
         """`count` blank blocks, each held once; None, and nothing taken, if there are not so many."""
         if count > len(self._free):
             return None
-        taken = []
-        for _ in range(count):
-            block, _nothing = self._free.popitem(last=False)
-            self._forget(block)
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
             self._holders[block] = 1
-            taken.append(block)
+            if block in self._key_of:
+                del self._by_key[self._key_of.pop(block)]
         return taken
 
     def commit(self, block: int, key: bytes) -> None:
@@ -120,8 +119,3 @@ class BlockPool:
         """As `check`, and nobody holds a block."""
         self.check()
         assert self.num_free == self.num_blocks, f"{self.num_blocks - self.num_free} blocks leaked"
-
-    def _forget(self, block: int) -> None:
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._by_key[key]

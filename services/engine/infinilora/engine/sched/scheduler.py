@@ -24,7 +24,10 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Protocol
+
+import msgspec
 
 from infinilora.engine.sched.blocks import BlockPool, chain_next, chain_root
 from infinilora.engine.sched.budget import BudgetLimits, StepCost, step_budget
@@ -68,8 +71,7 @@ class Limits:
     min_step_tokens: int = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a sequence, to be computed in this step."""
 
     sequence: Sequence
@@ -182,36 +184,44 @@ class Scheduler:
 
     def _continue_running(self, plan: Plan) -> int:
         """Give running sequences their missing tokens, those that miss one first. The budget left."""
-        budget = self._budget()
-        for sequence in self._runnable(plan):
+        running = [(sequence, sequence.num_missing) for sequence in sorted(self.running, key=_rank)]
+        budget = self._budget([missing for _, missing in running])
+        size = self.pool.block_size
+        for sequence, missing in self._runnable(running, plan):
             if budget == 0:
                 break
-            count = min(sequence.num_missing, budget)
-            if sequence.phase is Phase.RUNNING and self._cover(sequence, count, plan):
-                plan.rows.append(Rows(sequence, sequence.num_computed, count))
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            start = sequence.num_computed
+            count = missing if missing < budget else budget
+            if start + count <= len(sequence.blocks) * size or self._cover(sequence, count, plan):
+                plan.rows.append(Rows(sequence, start, count))
                 budget -= count
         return budget
 
-    def _budget(self) -> int:
+    def _budget(self, missing: list[int]) -> int:
+        """Rows of this step, where running sequences miss so many tokens each."""
         if not self.limits.tpot_s:
             return self.limits.step_tokens
-        missing = [s.num_missing for s in self.running]
         decoding = missing.count(1)
-        missing += [s.num_missing for s in self.waiting]
-        return step_budget(self._budget_limits, self._cost, decoding=decoding, missing=sum(missing) - decoding)
+        others = sum(missing) - decoding + sum([s.num_missing for s in self.waiting])
+        return step_budget(self._budget_limits, self._cost, decoding=decoding, missing=others)
 
-    def _runnable(self, plan: Plan) -> list[Sequence]:
-        """Running sequences with a ready lease: those that miss one token, then the others, each first due first.
+    def _runnable(self, running: list[tuple[Sequence, int]], plan: Plan) -> list[tuple[Sequence, int]]:
+        """Those of `running` with a ready lease, each with the tokens it misses: who misses one, then the others.
 
         One whose lease is lost pauses and keeps its blocks. Parked ones wait for their own pass.
         """
-        decoding, others = list[Sequence](), list[Sequence]()
-        for sequence in sorted(self.running, key=_rank):
-            match self._state(sequence):
-                case LeaseState.READY if not sequence.is_parked:
-                    (decoding if sequence.num_missing == 1 else others).append(sequence)
-                case LeaseState.FAILED:
-                    plan.failed.append(sequence)
+        decoding, others = list[tuple[Sequence, int]](), list[tuple[Sequence, int]]()
+        state_of, ready, failed = self._leases.state, LeaseState.READY, LeaseState.FAILED
+        for each in running:
+            sequence, missing = each
+            state = ready if sequence.digest is None else state_of(sequence.digest)
+            if state is ready:
+                if not sequence.is_parked:
+                    (decoding if missing == 1 else others).append(each)
+            elif state is failed:
+                plan.failed.append(sequence)
         return decoding + others
 
     def _cover(self, sequence: Sequence, count: int, plan: Plan) -> bool:
@@ -359,6 +369,5 @@ def _count_bypass(passed: list[Sequence]) -> None:
         sequence.times_bypassed += 1
 
 
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    """Who goes first: a total order that never changes, so the first of all is never preempted."""
-    return (sequence.due_s, sequence.arrival)
+_rank = attrgetter("due_s", "arrival")
+"""Who goes first: a total order that never changes, so the first of all is never preempted."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from infinilora.engine.sched.blocks import BlockPool
 from infinilora.engine.sched.scheduler import LeaseState, Limits, Rows, Scheduler
@@ -47,8 +47,6 @@ class Work(NamedTuple):
 
 class StepTime(Protocol):
     """How long steps take. `is_over`: the engine has nothing to do now."""
-
-    needs_context: bool
 
     def step_s(self, engine: str, work: Work) -> float: ...
 
@@ -243,13 +241,13 @@ class SimEngine:
         running = self.scheduler.running
         if self._is_changed or not running or not self._can_stretch or len(running) > self._size.limits.step_tokens:
             return False
-        if not all(s.is_decoding for s in self._counted(running)):
+        if self._clock.num_decoding < len(running):
             return False
         per_sequence = self.scheduler.pool.num_free // len(running) - 1
         steps = min(self._ends[0][0] - self._clock.steps, per_sequence * self._size.block_tokens - self._uncovered)
         if steps < 1:
             return False
-        work = self._work(((s, 1) for s in running), len(running))
+        work = self._work_of([], num_decoding=len(running))
         more_s = self._cost.context_s() * len(running)
         self._stretch = Stretch(self._timeline.now, steps, self._cost.step_s(self.key, work), more_s)
         self._wake_at(self._stretch.after_s(steps))
@@ -269,7 +267,7 @@ class SimEngine:
         if plan.loading:
             seconds += self._begin_pass(plan.loading)
         if rows:
-            step_s = self._cost.step_s(self.key, self._work_of(rows))
+            step_s = self._cost.step_s(self.key, self._work_of_step(rows))
             self.scheduler.observe(sum(r.count for r in rows), step_s)
             seconds += step_s
         if not rows and not plan.loading:
@@ -281,12 +279,12 @@ class SimEngine:
 
     def _settle(self, rows: list[Rows]) -> None:
         """A planned step is done. Who decodes and was not in it stands still."""
-        sequences = self._counted(r.sequence for r in rows)
-        taken = {id(s) for s in sequences if s.is_decoding}
-        for sequence in self._counted(self.scheduler.running):
-            if sequence.is_decoding and id(sequence) not in taken:
-                sequence.freeze()
-        others = [r for r in rows if id(r.sequence) not in taken]
+        others = self._not_decoding(rows)
+        if len(rows) - len(others) < self._clock.num_decoding:
+            taken = {id(r.sequence) for r in rows}
+            for sequence in self._counted(self.scheduler.running):
+                if id(sequence) not in taken:
+                    sequence.freeze()
         self._advance(1)
         for item in others:
             self._settle_rows(item)
@@ -350,20 +348,32 @@ class SimEngine:
             self._end_pass(rows)
         self.disturb()
 
-    def _work_of(self, rows: list[Rows]) -> Work:
-        return self._work(((r.sequence, r.count) for r in rows), sum(r.reaches_end for r in rows))
+    def _work_of_step(self, rows: list[Rows]) -> Work:
+        """Where all that decode take part, the clock knows what they are together."""
+        others = self._not_decoding(rows)
+        num_decoding = len(rows) - len(others)
+        if num_decoding < self._clock.num_decoding:
+            return self._work_of(rows)
+        return self._work_of(others, num_decoding=num_decoding)
 
-    def _work(self, rows: Iterable[tuple[Sequence, int]], tokens: int) -> Work:
-        total = context = 0
-        digests: dict[Digest, int] = {}
-        needs_context = self._cost.needs_context
-        for sequence, num_rows in rows:
-            total += num_rows
-            if sequence.digest is not None:
-                digests[sequence.digest] = digests.get(sequence.digest, 0) + num_rows
-            if needs_context:
-                context += sequence.num_known
+    def _work_of(self, rows: list[Rows], *, num_decoding: int = 0) -> Work:
+        """Of these, and of all that decode by the clock where there are any of those."""
+        total = tokens = num_decoding
+        context = self._clock.num_known if num_decoding else 0
+        digests = dict(self._clock.digests) if num_decoding else {}
+        for item in rows:
+            digest = item.sequence.digest
+            total += item.count
+            tokens += item.reaches_end
+            context += item.sequence.num_known
+            if digest is not None:
+                digests[digest] = digests.get(digest, 0) + item.count
         return Work(total, tokens, context, digests)
+
+    @staticmethod
+    def _not_decoding(rows: list[Rows]) -> list[Rows]:
+        of_counted: Any = rows  # all sequences are: see `_counted`
+        return [r for r in of_counted if not r.sequence.is_decoding]
 
     @staticmethod
     def _counted(sequences: Iterable[Sequence]) -> "list[CountedSequence]":

@@ -11,11 +11,12 @@ OWN = ""
 
 
 class Pricing:
-    """Prices steps. `group_of(engine, digest)`: where its deltas are computed."""
+    """Prices steps. `homes_of(engine)`: the group that computes a digest's deltas; who is not there has OWN."""
 
-    def __init__(self, costs: Costs, sizes: Mapping[Digest, int], group_of: Callable[[str, Digest], str]) -> None:
-        self.needs_context = costs.base.context_s.value > 0
-        self._costs, self._sizes, self._group_of = costs, sizes, group_of
+    def __init__(
+        self, costs: Costs, sizes: Mapping[Digest, int], homes_of: Callable[[str], Mapping[Digest, str]]
+    ) -> None:
+        self._costs, self._sizes, self._homes_of = costs, sizes, homes_of
         self._busy: dict[str, dict[str, float]] = {}
 
     def context_s(self) -> float:
@@ -51,9 +52,11 @@ class Pricing:
 
     def _shares(self, engine: str, digests: Mapping[Digest, int]) -> dict[str, tuple[int, int, int]]:
         """For each group its rows, adapters and bytes."""
-        found: dict[str, tuple[int, int, int]] = {}
-        for digest, rows in digests.items():
-            group = self._group_of(engine, digest)
-            had, distinct, num_bytes = found.get(group, (0, 0, 0))
-            found[group] = (had + rows, distinct + 1, num_bytes + self._sizes[digest])
-        return found
+        homes, sizes = self._homes_of(engine), self._sizes
+        by_group: dict[str, list[Digest]] = {}
+        for digest in digests:
+            by_group.setdefault(homes.get(digest, OWN), []).append(digest)
+        return {
+            group: (sum([digests[d] for d in found]), len(found), sum([sizes[d] for d in found]))
+            for group, found in by_group.items()
+        }

@@ -14,12 +14,36 @@ from infinilora.protocol.ids import Digest
 
 
 class StepClock:
-    """Steps of one engine that all its decoding sequences took part in."""
+    """Steps of one engine that all its decoding sequences took part in, and what these are together.
 
-    __slots__ = ("steps",)
+    `num_decoding` of them, `digests` with how many decode with each, `num_known` tokens of them all.
+    """
+
+    __slots__ = ("_known", "digests", "num_decoding", "steps")
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.num_decoding = self._known = 0
+        self.digests: dict[Digest, int] = {}
+
+    @property
+    def num_known(self) -> int:
+        return self._known + self.num_decoding * self.steps
+
+    def join(self, digest: Digest | None, known: int) -> None:
+        """A sequence of so many tokens decodes from now on."""
+        self.num_decoding += 1
+        self._known += known - self.steps
+        if digest is not None:
+            self.digests[digest] = self.digests.get(digest, 0) + 1
+
+    def leave(self, digest: Digest | None, known: int) -> None:
+        """One that has so many now decodes no more."""
+        self.num_decoding -= 1
+        self._known -= known - self.steps
+        if digest is not None:
+            self.digests[digest] -= 1
+            if not self.digests[digest]:
+                del self.digests[digest]
 
 
 class CountedSequence(Sequence):
@@ -52,7 +76,7 @@ class CountedSequence(Sequence):
     def num_computed(self) -> int:
         """What came prefilled counts from the start; a preempted sequence computes it itself."""
         if self._clock is not None:
-            return self.num_known - 1
+            return self._known + self._clock.steps - self._since - 1
         return max(self._computed, 0 if self.num_preemptions else self._prefilled)
 
     @num_computed.setter
@@ -89,11 +113,13 @@ class CountedSequence(Sequence):
     def decode(self, clock: StepClock) -> None:
         """From now on each step of the clock is a token."""
         self._clock, self._since = clock, clock.steps
+        clock.join(self.digest, self._known)
 
     def freeze(self) -> None:
         """Stop: what it has is written down."""
         if self._clock is not None:
             self._known = self.num_known
+            self._clock.leave(self.digest, self._known)
             self._clock = None
             self._computed = self._known - 1
 

@@ -64,7 +64,7 @@ class World:
         self.engines: dict[str, SimEngine] = {}
         self.own: dict[str, SimPool] = {}
         self._desks: dict[str, Desk] = {}
-        self._pricing = Pricing(costs, self.sizes, lambda engine, digest: self._desks[engine].group_of(digest))
+        self._pricing = Pricing(costs, self.sizes, lambda engine: self._desks[engine].homes)
         for index in range(fleet.engines):
             self._add_engine(f"engine-{index:03d}", can_stretch=can_stretch)
         self._beats = {key: Beat() for key in self.engines}
