@@ -4,6 +4,7 @@ Reads PEFT files by name and walks rows, experts and parts one by one: slow, obv
 """
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class PlainLora:
         self._pairs: dict[Digest, dict[str, Pair]] = {}
         self._slots: dict[Digest, int] = {}
         self._generations: Counter[Digest] = Counter()
+        self._lock = threading.Lock()
         self.holders: Counter[Digest] = Counter()
         self.status: dict[Digest, LeaseStatus] = {}
         self.layers_ready: Counter[Digest] = Counter()
@@ -100,12 +102,14 @@ class PlainLora:
         self.status[digest], self.layers_ready[digest] = LeaseStatus.ADMISSIBLE, layers_ready
 
     def want(self, digest: Digest) -> None:
-        self.holders[digest] += 1
-        self.ever_wanted.append(digest)
+        with self._lock:
+            self.holders[digest] += 1
+            self.ever_wanted.append(digest)
 
     def drop(self, digest: Digest) -> None:
-        assert self.holders[digest] > 0
-        self.holders[digest] -= 1
+        with self._lock:
+            assert self.holders[digest] > 0
+            self.holders[digest] -= 1
 
     def view(self, digest: Digest) -> LeaseView:
         status = self.status.get(digest, LeaseStatus.WAITING)

@@ -48,10 +48,15 @@ class Bench:
         self.scheduler = Scheduler(Limits(running, tokens, bypass, max_parked=2), self.pool, self.leases)
         self.parked: list[list[Rows]] = []
 
-    def add(self, prompt: int | list[int], *, digest: Digest | None = None, max_tokens: int = 4) -> Sequence:
+    def add(
+        self, prompt: int | list[int], *, digest: Digest | None = None, max_tokens: int = 4, asks: bool = False
+    ) -> Sequence:
+        """`asks`: its lease was asked for before."""
         tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens)
         sequence = Sequence(f"s{len(tokens)}", list(tokens), len(tokens), digest, params)
+        if asks:
+            self.scheduler.ask(sequence)
         self.scheduler.add(sequence)
         return sequence
 
@@ -381,9 +386,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         digest=st.sampled_from([None, ALPHA, BETA, GAMMA]),
         max_tokens=st.integers(1, 6),
+        asks=st.booleans(),
     )
-    def arrive(self, prompt: list[int], digest: Digest | None, max_tokens: int) -> None:
-        self.bench.add(prompt, digest=digest, max_tokens=max_tokens)
+    def arrive(self, prompt: list[int], digest: Digest | None, max_tokens: int, *, asks: bool) -> None:
+        self.bench.add(prompt, digest=digest, max_tokens=max_tokens, asks=asks)
 
     @rule(digest=st.sampled_from([ALPHA, BETA, GAMMA]), state=st.sampled_from(list(LeaseState)[:4]))
     def lease_moves(self, digest: Digest, state: LeaseState) -> None:

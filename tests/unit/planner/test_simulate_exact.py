@@ -110,16 +110,17 @@ def test_base_requests_pass_one_that_waits_for_its_adapter() -> None:
     assert ended[1].ttft_s == close(0.015)
 
 
-def test_who_comes_during_a_step_asks_for_its_lease_after_it() -> None:
-    """Steps of 11 ms from 0.015 on. It comes at 0.020, is heard at 0.026; its lease, there at 0.027, counts at 0.037.
+def test_a_lease_is_asked_for_at_once_and_counts_after_the_step_in_which_it_came() -> None:
+    """Steps of 11 ms from 0.015 on. It comes at 0.020; its lease, asked for then, is there within that step.
 
-    Then its prompt of 4 and the other's token are 5 rows: 15 ms. What the engine holds already costs no step.
+    So at 0.026 its prompt of 4 and the other's token are 5 rows: 15 ms. A lease that takes 10 ms counts a step later.
     """
     wanted = fleet(mode="disaggregated", is_pool_warm=True)
-    requests = asks((0.0, BASE, 5, 20), (0.020, 0, 4, 9), (0.055, 0, 4, 1))
-    ended, _ = play(wanted, costs(lease_s=0.001), requests)
-    assert ended[1].ttft_s == close(0.052 - 0.020)
-    assert ended[2].ttft_s == close(0.064 + 0.016 - 0.055)
+    requests = asks((0.0, BASE, 5, 20), (0.020, 0, 4, 9))
+    soon, _ = play(wanted, costs(lease_s=0.001), requests)
+    assert soon[1].ttft_s == close(0.026 + 0.015 - 0.020)
+    late, _ = play(wanted, costs(lease_s=0.010), requests)
+    assert late[1].ttft_s == close(0.037 + 0.015 - 0.020)
 
 
 def test_deltas_of_an_engine_of_its_own_and_of_a_group() -> None:
@@ -161,6 +162,17 @@ def test_a_dead_engine_goes_on_elsewhere_with_what_it_had() -> None:
     ended, world = play(wanted, costs(), asks((0.0, BASE, 5, 10)))
     assert ended[0].ttft_s == close(0.015)
     assert world.timeline.now == close(0.060 + 0.019 + 5 * 0.011)
+
+
+def test_who_had_not_been_heard_when_the_engine_died_goes_on_elsewhere_and_holds_nothing_there() -> None:
+    """The base request's first step of 15 ms is under way at 0.012, when the engine dies; at 0.010 another came."""
+    failure = {"kind": "engine", "index": 0, "at_s": 0.012, "for_s": 9.0}
+    wanted = fleet(
+        mode="disaggregated", is_pool_warm=True, engines=2, routing="load", detect_s=0.010, failures=[failure]
+    )
+    ended, world = play(wanted, costs(lease_s=0.001), asks((0.0, BASE, 5, 9), (0.001, BASE, 5, 9), (0.010, 0, 4, 1)))
+    assert [one.is_done for one in ended] == [True, True, True]
+    assert not any(engine.leases.wanted for engine in world.engines.values())
 
 
 def test_a_dead_group_makes_its_rows_wait_for_another() -> None:

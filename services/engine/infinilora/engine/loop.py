@@ -41,7 +41,7 @@ _MAX_LOSSES = 4
 
 
 class EngineLoop:
-    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them."""
+    """Owns scheduler, runner and the LoRA backend from `start` to `stop`; only its thread touches them, but to ask."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class EngineLoop:
         self._wake.set()
 
     def submit(self, sequence: Sequence, sink: Sink, *, deadline_s: float | None = None) -> Job:
-        """Queue a sequence; its events go to `sink`. Overloaded, and nothing queued, when the queue is full."""
+        """Ask for its lease and queue it; its events go to `sink`. Overloaded, and neither, when the queue is full."""
         room = max(1, int(self._max_waiting * QUEUE_SHARE[sequence.slo_class]))
         with self._queue_lock:
             if self._queued + self._load.waiting >= room:
@@ -101,11 +101,8 @@ class EngineLoop:
         now = time.perf_counter()
         deadline = None if deadline_s is None else now + deadline_s
         sequence.due_s = due_s(sequence.slo_class, now, deadline, is_continued=sequence.num_produced > 0)
-        job = Job(
-            sequence,
-            sink,
-            deadline=deadline,
-        )
+        job = Job(sequence, sink, deadline=deadline)
+        self._scheduler.ask(sequence)  # the answer may be here when the step that runs now is over
         self._post(lambda: self._add(job))
         return job
 

@@ -35,7 +35,7 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._entries: dict[Digest, _Entry] = {}
 
-    # The step thread ------------------------------------------------------------------------------
+    # Who holds ------------------------------------------------------------------------------------
 
     def want(self, digest: Digest) -> bool:
         """Count a holder; True when somebody must be asked."""

@@ -3,12 +3,13 @@
 rows  | a a a | b | c c | d |  base  |        a, c are local:   | a a a |   | c c |         computed in `add`, while
                                               b, d are remote:          | b |     | d |     these are on their way
 
-A digest is held of the LoRA servers until it is resident here, and here until the LoRA servers have it again: it moves
-between two steps, and no row waits for that. Which rows of a step go where, their leases say. A request warms its
-adapter; the choice of the hottest is made again at each.
+A digest is held of the LoRA servers until it is resident here, and here until the LoRA servers have it again, and no
+row waits for that. Which rows of a step go where, their leases say. A request warms its adapter, and the choice of the
+hottest is made again at each; but it comes while a step runs, so what was held of the wrong one is let go at a `drop`.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class HybridLora:
         self._local = local
         self._pool = pool
         self._clock = clock
+        self._lock = threading.Lock()
         self._heat = Heat()
         self._recent: dict[Digest, None] = {}
         self._sizes: dict[Digest, int] = {}
@@ -106,36 +108,38 @@ class HybridLora:
         """The adapters chosen to be computed here, whether they are here yet or not."""
         return self._hot
 
-    # Between two steps ------------------------------------------------------------------------------
+    # Leases -----------------------------------------------------------------------------------------
 
     def want(self, digest: Digest) -> None:
-        held = self._held.setdefault(digest, _Held())
-        held.holders += 1
-        self._choose(digest)
-        self._settle(digest, held)
-        self._settle_moving()
+        with self._lock:
+            held = self._held.setdefault(digest, _Held())
+            held.holders += 1
+            self._choose(digest)
+            self._ask(digest, held)
 
     def drop(self, digest: Digest) -> None:
-        held = self._held[digest]
-        held.holders -= 1
-        if not held.holders:
-            del self._held[digest]
-            if held.here:
-                self._local.drop(digest)
-            if held.there:
-                self._remote.drop(digest)
-        self._settle_moving()
+        with self._lock:
+            held = self._held[digest]
+            held.holders -= 1
+            if not held.holders:
+                del self._held[digest]
+                if held.here:
+                    self._local.drop(digest)
+                if held.there:
+                    self._remote.drop(digest)
+            self._settle_moving()
 
     def view(self, digest: Digest) -> LeaseView:
         """Here as soon as it is resident here; else what the LoRA servers say."""
-        held = self._held.get(digest)
-        if held is not None and held.here:
-            view = self._local.view(digest)
-            if view.status is LeaseStatus.RESIDENT:
-                return view
-            if not held.there:  # it was here, and is lost
-                self._settle(digest, held)
-        return self._remote.view(digest)
+        with self._lock:
+            held = self._held.get(digest)
+            if held is not None and held.here:
+                view = self._local.view(digest)
+                if view.status is LeaseStatus.RESIDENT:
+                    return view
+                if not held.there:  # it was here, and is lost
+                    self._settle(digest, held)
+            return self._remote.view(digest)
 
     def _choose(self, digest: Digest) -> None:
         now = self._clock()
@@ -167,22 +171,25 @@ class HybridLora:
             if held.here != (digest in self._hot) or held.there == held.here:
                 self._settle(digest, held)
 
-    def _settle(self, digest: Digest, held: _Held) -> None:
-        """Hold it where it belongs; and where it is now, until it has arrived there."""
+    def _ask(self, digest: Digest, held: _Held) -> bool:
+        """Have it asked for where it belongs, and there as long as it is not resident here. Whether it is."""
         if digest in self._hot and not held.here:
             self._local.want(digest)
             held.here = True
         is_here = held.here and self._is_here(digest)
-        is_hot = digest in self._hot
-        if is_hot and is_here:
-            if held.there:
-                self._remote.drop(digest)
-                held.there = False
-            return
-        if not held.there:
+        if not held.there and not (is_here and digest in self._hot):
             self._remote.want(digest)
             held.there = True
-        is_there = self._remote.view(digest).status is LeaseStatus.RESIDENT
+        return is_here
+
+    def _settle(self, digest: Digest, held: _Held) -> None:
+        """Hold it where it belongs; and where it is now, until it has arrived there."""
+        is_here = self._ask(digest, held)
+        is_hot = digest in self._hot
+        if is_hot and is_here and held.there:
+            self._remote.drop(digest)
+            held.there = False
+        is_there = held.there and self._remote.view(digest).status is LeaseStatus.RESIDENT
         if held.here and not is_hot and (is_there or not is_here):
             self._local.drop(digest)
             held.here = False

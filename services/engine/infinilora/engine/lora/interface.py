@@ -116,7 +116,11 @@ class StepLost(Exception):
 
 
 class LoraBackend(Protocol):
-    """Leases and deltas. Called from the engine's step thread alone; nothing blocks but `add` and `verify`."""
+    """Leases and deltas. Nothing blocks but `add` and `verify`.
+
+    `want` from any thread, also while a step runs: it takes nothing from those who hold. All else from the engine's
+    step thread alone, and `drop` between two steps.
+    """
 
     def want(self, digest: Digest) -> None:
         """Count one more holder of `digest`; the first asks for a lease at once. Non-blocking."""

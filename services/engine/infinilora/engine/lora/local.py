@@ -76,6 +76,8 @@ class LocalLora:
         self._grants = pool.grants(HOLDER)
         self._on_change = on_change
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        """So that the pool hears of the first and the last holder in this order. Taken before the pool's own lock."""
         self._holders: dict[Digest, int] = {}
         self._states: dict[Digest, LeaseState] = {}
         self._leases: dict[Digest, Lease] = {}
@@ -85,13 +87,16 @@ class LocalLora:
         self._open_plans = 0
 
     def want(self, digest: Digest) -> None:
-        self._holders[digest] = self._holders.get(digest, 0) + 1
-        if self._holders[digest] == 1:
-            self._pool.lease(HOLDER, digest, self._changed)
+        with self._asking:
+            self._holders[digest] = self._holders.get(digest, 0) + 1
+            if self._holders[digest] == 1:
+                self._pool.lease(HOLDER, digest, self._changed)
 
     def drop(self, digest: Digest) -> None:
-        self._holders[digest] -= 1
-        if not self._holders[digest]:
+        with self._asking:
+            self._holders[digest] -= 1
+            if self._holders[digest]:
+                return
             del self._holders[digest]
             self._pool.release(HOLDER, digest)
             with self._lock:

@@ -1,6 +1,7 @@
 """An engine without adapters: every one that is asked for is refused, in words that say why."""
 # ruff: noqa: ARG002 - the interface has arguments that nothing here needs
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,15 +17,18 @@ class NoLora:
     """The LoraBackend of `lora=none`. No step of it ever has adapter rows."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._holders: Counter[Digest] = Counter()
 
     def want(self, digest: Digest) -> None:
-        self._holders[digest] += 1
+        with self._lock:
+            self._holders[digest] += 1
 
     def drop(self, digest: Digest) -> None:
-        self._holders[digest] -= 1
-        if not self._holders[digest]:
-            del self._holders[digest]
+        with self._lock:
+            self._holders[digest] -= 1
+            if not self._holders[digest]:
+                del self._holders[digest]
 
     def view(self, digest: Digest) -> LeaseView:
         error = AdapterNotFound(

@@ -1,9 +1,10 @@
 """Deltas computed by LoRA servers: leases over control streams, activations over links.
 
     asyncio loop                              step thread
-      a GroupLink for every known group         want / drop / view            the book, under its lock
+      a GroupLink for every known group         want* / drop / view           the book, under its lock
       reconcile(): book -> lease messages       begin / submit / add / end    the links' EngineEnds
       messages  -> book                         verify                        what devices added has come
+                                                                              * and from any other thread
 
 A link that dies takes its leases with it: they go back to WAITING and are asked of another group, or of the
 same one when it is back. A step that waited on it gets StepLost and is run again.

@@ -109,8 +109,12 @@ class Scheduler:
         self._cost = StepCost()
         self._arrivals = itertools.count(1)
 
+    def ask(self, sequence: Sequence) -> None:
+        """Ask for its lease before it is added: from any thread, as far as `Leases` may be asked."""
+        self._want(sequence)
+
     def add(self, sequence: Sequence) -> None:
-        """Queue it, and ask for its lease at once."""
+        """Queue it, and ask for its lease unless that was done."""
         sequence.arrival = next(self._arrivals)
         insort(self.waiting, sequence, key=_rank)
         self._want(sequence)

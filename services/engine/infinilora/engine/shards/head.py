@@ -1,12 +1,13 @@
 """The head's decoder and LoRA back-end: each does its own part, and has the followers do theirs.
 
-want, drop     own back-end, and every follower's
+want, drop     own back-end, and every follower's; one lock, so that all hear of them in one order
 view           the least that any shard has
 proceed        Step to the followers -> own layers -> agreement on what was lost
 lm_head        here alone
 """
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -66,26 +67,29 @@ class HeadLora:
     def __init__(self, own: LoraBackend, followers: Sequence[HeardFollower]) -> None:
         self._own = own
         self._followers = followers
+        self._lock = threading.Lock()
         self._holders: Counter[Digest] = Counter()
         self._numbers = itertools.count(1)
 
     def want(self, digest: Digest) -> None:
-        self._holders[digest] += 1
-        if self._holders[digest] == 1:
-            number = next(self._numbers)
-            for follower in self._followers:
-                follower.wanted(digest, number)
-                follower.send(Want(digest, number))
-        self._own.want(digest)
+        with self._lock:
+            self._holders[digest] += 1
+            if self._holders[digest] == 1:
+                number = next(self._numbers)
+                for follower in self._followers:
+                    follower.wanted(digest, number)
+                    follower.send(Want(digest, number))
+            self._own.want(digest)
 
     def drop(self, digest: Digest) -> None:
-        self._own.drop(digest)
-        self._holders[digest] -= 1
-        if not self._holders[digest]:
-            del self._holders[digest]
-            for follower in self._followers:
-                follower.dropped(digest)
-                follower.send(Drop(digest))
+        with self._lock:
+            self._own.drop(digest)
+            self._holders[digest] -= 1
+            if not self._holders[digest]:
+                del self._holders[digest]
+                for follower in self._followers:
+                    follower.dropped(digest)
+                    follower.send(Drop(digest))
 
     def view(self, digest: Digest) -> LeaseView:
         own = self._own.view(digest)

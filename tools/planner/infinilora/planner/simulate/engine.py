@@ -9,7 +9,7 @@ step boundary after something has happened:
                                                        no --> a stretch of k decoding steps ----------> wake
                                                                                         (earlier, if disturbed)
 
-Who comes during a step is heard after it, as in the engine: only then is its lease asked for.
+Who comes during a step is heard after it, as in the engine; its lease is asked for at once.
 """
 
 import math
@@ -142,6 +142,7 @@ class SimEngine:
     # What happens to it ----------------------------------------------------------------------------
 
     def add(self, sequence: CountedSequence) -> None:
+        self.scheduler.ask(sequence)
         self._inbox.append(sequence)
         self.disturb()
 
@@ -163,12 +164,11 @@ class SimEngine:
         if self._stretch is not None:
             done = self._stretch.steps_at(self._timeline.now)
             self._clock.steps += done if self._stretch.after_s(done) <= self._timeline.now else done - 1
+        self._hear()
         left = self._counted(self.scheduler.running) + self._counted(self.scheduler.waiting)
         for sequence in left:
             sequence.freeze()
             self.scheduler.remove(sequence)
-        left += self._inbox
-        self._inbox = []
         self._stretch, self._rows, self._ends, self._parked, self._through = None, [], [], [], []
         self._is_busy = self._is_changed = False
         self._wake_number += 1
