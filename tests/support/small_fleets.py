@@ -25,9 +25,10 @@ def costs(
     token_s: float = 0.0,
     context_s: float = 0.0,
     floor_s: float = 0.0,
-    local: tuple[float, float, float] = (0.0, 0.0, 0.0),
-    remote: tuple[float, float, float] = (0.0, 0.0, 0.0),
-    service: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    join_s: float = 0.0,
+    local: tuple[float, ...] = (0.0, 0.0, 0.0),
+    remote: tuple[float, ...] = (0.0, 0.0, 0.0),
+    service: tuple[float, ...] = (0.0, 0.0, 0.0),
     hidden: float = 0.0,
     latency_s: float = 0.0,
     store: float = 1e8,
@@ -36,13 +37,14 @@ def costs(
     gateway_s: float = 0.0,
     lease_s: float = 0.0,
 ) -> Costs:
-    def line(numbers: tuple[float, float, float]) -> DeltaCost:
-        return DeltaCost(*map(number, numbers))
+    def line(numbers: tuple[float, ...]) -> DeltaCost:
+        """The last number may be left out."""
+        return DeltaCost(*map(number, (*numbers, 0.0)[:4]))
 
     return Costs(
         name="round numbers",
         is_measured=False,
-        base=BaseCost(*map(number, (fixed_s, row_s, token_s, context_s, floor_s))),
+        base=BaseCost(*map(number, (fixed_s, row_s, token_s, context_s, floor_s, join_s))),
         local=line(local),
         remote=line(remote),
         service=line(service),

@@ -62,6 +62,21 @@ def test_no_step_is_below_the_floor_but_context_adds_to_it() -> None:
     assert ended == [Ended(0, BASE, close(0.0155), close(0.01465), True)]
 
 
+def test_a_prompt_among_others_that_decode_costs_what_one_alone_does_not() -> None:
+    """Of itself 3 ms, of its adapter 2: its step, 0.026 to 0.046, has 10 + 5 ms and these. The first one's had 15."""
+    wanted = costs(join_s=0.003, local=(0.0, 0.0, 0.0, 0.002))
+    ended, _ = play(fleet(is_pool_warm=True), wanted, asks((0.0, BASE, 5, 6), (0.020, 0, 4, 3)))
+    assert ended[0].ttft_s == close(0.015)
+    assert ended[1].ttft_s == close(0.046 - 0.020)
+    assert ended[1].tpot_s == close(0.012)
+
+
+def test_tokens_cost_beside_the_floor() -> None:
+    """A step of at least 14 ms, and 2 more for its token."""
+    ended, _ = play(fleet(), costs(floor_s=0.014, token_s=0.002), asks((0.0, BASE, 2, 3)))
+    assert ended == [Ended(0, BASE, close(0.016), close(0.016), True)]
+
+
 def test_a_warm_pool_has_the_first_adapters_that_fit() -> None:
     """Room for two of 10 MB; the third is loaded in 10 ms, in place of one that nobody has."""
     wanted = fleet(is_pool_warm=True, engine_bytes=20 * MB)

@@ -27,6 +27,7 @@ class Machine(NamedTuple):
     token: float = 0.0002
     context: float = 0.000002
     floor: float = 0.0
+    join: float = 0.0
     gateway: float = 0.006
 
     def base(self) -> Base:
@@ -46,10 +47,11 @@ def seen_on(base: Base, *, noise: float = 0.0) -> list[Seen]:
         Machine(),
         Machine(floor=0.0135),
         Machine(token=0.0),
+        Machine(floor=0.0135, join=0.003),
         Machine(context=0.0, gateway=0.0),
         Machine(fixed=0.002, row=0.002, floor=0.020),
     ],
-    ids=["line", "floor", "free tokens", "nothing but rows", "high floor"],
+    ids=["line", "floor", "free tokens", "joins", "nothing but rows", "high floor"],
 )
 def test_a_machine_is_found_again(machine: Machine) -> None:
     """By what it says of steps that it has not seen, and of the way in alone."""
@@ -58,6 +60,7 @@ def test_a_machine_is_found_again(machine: Machine) -> None:
         wanted = machine.base().cost.step_s(rows, tokens, context)
         assert found.cost.step_s(rows, tokens, context) == pytest.approx(wanted, rel=1e-6)
     assert found.gateway_s.value == pytest.approx(machine.gateway, abs=1e-9)
+    assert found.cost.join_s.value == pytest.approx(machine.join, abs=1e-9)
 
 
 def test_noise_of_five_percent_is_a_few_percent_of_a_prediction() -> None:
@@ -68,15 +71,23 @@ def test_noise_of_five_percent_is_a_few_percent_of_a_prediction() -> None:
 
 
 def test_deltas_and_the_lease_are_found_again() -> None:
-    base, delta, lease_s = Machine().base(), DeltaCost(*(Constant(v, "") for v in (0.003, 0.0003, 5e-11))), 0.0015
+    base, delta, lease_s = (
+        Machine().base(),
+        DeltaCost(*(Constant(v, "") for v in (0.003, 0.0003, 5e-11, 0.002))),
+        0.0015,
+    )
     points = []
     for shape, adapters in product(SHAPES, (1, 8)):
         bare = Seen(1.0, *shape, read_bytes=adapters * 1e7, asks_lease=shape[3] and adapters == 1)
-        seconds = base.seconds(bare) + delta.step_s(bare.rows, bare.read_bytes) + lease_s * bare.asks_lease
+        seconds = (
+            base.seconds(bare)
+            + delta.step_s(bare.rows, bare.read_bytes, is_joined=bare.is_joined)
+            + lease_s * bare.asks_lease
+        )
         points.append(bare._replace(seconds=seconds))
     found, lease = fit_deltas(points, base, "made", has_lease=True)
-    numbers = (found.fixed_s.value, found.row_s.value, found.byte_s.value, lease.value)
-    assert numbers == pytest.approx((0.003, 0.0003, 5e-11, 0.0015), rel=1e-6)
+    numbers = (found.fixed_s.value, found.row_s.value, found.byte_s.value, found.join_s.value, lease.value)
+    assert numbers == pytest.approx((0.003, 0.0003, 5e-11, 0.002, 0.0015), rel=1e-6)
     _, none = fit_deltas(points, base, "made", has_lease=False)
     assert none.value == 0.0
 

@@ -33,7 +33,7 @@ COLD, COLD_RANKS = 2, (4, 8)
 """Adapters of each rank, in times of --rank, that are asked for once: large, so that a load outlasts a step."""
 STREAMS = (1, 2, 4, 8, 16)
 PROMPTS = (8, 32, 64, 128, 256)
-JOINED = ((1, 32), (4, 32), (2, 64))
+JOINED = ((1, 32), (2, 64), (3, 16), (4, 32), (6, 32))
 """Streams that decode, and the prompt that joins them."""
 LONG_PROMPT = 480
 """Of streams that show what context takes."""

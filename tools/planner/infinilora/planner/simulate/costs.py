@@ -1,7 +1,8 @@
 """What things take in the simulated fleet: straight lines whose numbers come, each with its source, from a JSON file.
 
-    base     max(floor, fixed + rows x row + tokens x token) + context x context      tokens computed, sampled, read
+    base     max(floor, fixed + rows x row) + tokens x token + context x context      tokens computed, sampled, read
     deltas   fixed + rows x row + read bytes x byte                       of adapters; read: of each adapter once
+    join     more of either, in a step with a prompt and with others that decode
     step     base + max(0, deltas + wait - hidden x base)                 the part of the base that deltas overlap with
     wait     rho / 2(1 - rho) services                                    at a group whose other engines keep it busy so
 
@@ -19,6 +20,9 @@ CPU_FILE = Path(__file__).with_name("cpu.json")
 BUSIEST = 0.95
 """A group's load that waits are computed for at most: queues of real engines end where each has asked once."""
 
+NOTHING = Constant(0.0, "not counted")
+"""Where a file does not name it."""
+
 
 class BaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step without adapters, seconds: of itself, for each row, each token sampled and told, each token of context."""
@@ -29,21 +33,26 @@ class BaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_s: Constant
     floor_s: Constant
     """Reading the weights: few rows take no less."""
+    join_s: Constant = NOTHING
+    """Taking a request in while others decode: the cores are shared."""
 
-    def step_s(self, rows: int, tokens: int, context: int) -> float:
-        line_s = self.fixed_s.value + rows * self.row_s.value + tokens * self.token_s.value
-        return max(self.floor_s.value, line_s) + context * self.context_s.value
+    def step_s(self, rows: int, tokens: int, context: int, *, is_joined: bool = False) -> float:
+        rows_s = max(self.floor_s.value, self.fixed_s.value + rows * self.row_s.value)
+        told_s = tokens * self.token_s.value + context * self.context_s.value
+        return rows_s + told_s + is_joined * self.join_s.value
 
 
 class DeltaCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The deltas of a step, seconds: of itself, for each row, for each byte of weights that is read."""
+    """The deltas of a step, seconds: of itself, for each row, each byte of weights that is read, and for a join."""
 
     fixed_s: Constant
     row_s: Constant
     byte_s: Constant
+    join_s: Constant = NOTHING
 
-    def step_s(self, rows: int, read_bytes: float) -> float:
-        return self.fixed_s.value + rows * self.row_s.value + read_bytes * self.byte_s.value
+    def step_s(self, rows: int, read_bytes: float, *, is_joined: bool = False) -> float:
+        rows_s = self.fixed_s.value + rows * self.row_s.value
+        return rows_s + read_bytes * self.byte_s.value + is_joined * self.join_s.value
 
 
 class LoadCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,6 +43,8 @@ class Work(NamedTuple):
     context: int
     digests: Mapping[Digest, int]
     """With the tokens computed of each."""
+    is_joined: bool = False
+    """Whether there are prompts and others that decode."""
 
 
 class StepTime(Protocol):
@@ -352,9 +354,9 @@ class SimEngine:
         """Where all that decode take part, the clock knows what they are together."""
         others = self._not_decoding(rows)
         num_decoding = len(rows) - len(others)
-        if num_decoding < self._clock.num_decoding:
-            return self._work_of(rows)
-        return self._work_of(others, num_decoding=num_decoding)
+        takes_all = num_decoding >= self._clock.num_decoding
+        work = self._work_of(others, num_decoding=num_decoding) if takes_all else self._work_of(rows)
+        return work._replace(is_joined=0 < num_decoding < len(rows))
 
     def _work_of(self, rows: list[Rows], *, num_decoding: int = 0) -> Work:
         """Of these, and of all that decode by the clock where there are any of those."""

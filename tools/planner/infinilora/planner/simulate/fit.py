@@ -3,6 +3,7 @@
 a step          as costs.py has it
 a first token   the way to the engine and back, and a step
 with adapters   what that takes more: fixed + rows x row + bytes x byte; of a first token, the lease
+a join          what a first token takes more while others decode, without adapters and with
 a cold adapter  latency + bytes x byte
 """
 
@@ -33,6 +34,11 @@ class Seen(NamedTuple):
     """Of adapters."""
     asks_lease: bool = False
     """Nobody held its adapter's: the first token waited for it."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Others decoded in the step of this first token."""
+        return self.is_first and self.tokens > 1
 
 
 def least_squares(
@@ -66,7 +72,7 @@ class Base(NamedTuple):
 
     def seconds(self, seen: Seen) -> float:
         """What this point takes without adapters."""
-        step_s = self.cost.step_s(seen.rows, seen.tokens, seen.context)
+        step_s = self.cost.step_s(seen.rows, seen.tokens, seen.context, is_joined=seen.is_joined)
         return step_s + self.gateway_s.value * seen.is_first
 
 
@@ -87,8 +93,8 @@ def _base(ordered: Sequence[Seen], num_on_floor: int, source: str) -> Base:
 
 
 def _base_row(seen: Seen, *, on_floor: bool) -> tuple[float, ...]:
-    line = (0.0, 0.0, 0.0) if on_floor else (1.0, seen.rows, seen.tokens)
-    return *line, seen.context, float(on_floor), float(seen.is_first)
+    line = (0.0, 0.0) if on_floor else (1.0, seen.rows)
+    return *line, seen.tokens, seen.context, float(on_floor), float(seen.is_joined), float(seen.is_first)
 
 
 def _named(numbers: Sequence[float], source: str) -> Base:
@@ -104,7 +110,7 @@ def _off(base: Base, points: Sequence[Seen]) -> list[float]:
 def fit_deltas(points: Sequence[Seen], base: Base, source: str, *, has_lease: bool) -> tuple[DeltaCost, Constant]:
     """What steps with adapters take more than the base's, and asking for a lease, where that takes a call."""
     offset, wanted = [base.seconds(seen) for seen in points], [seen.seconds for seen in points]
-    rows = [(1.0, seen.rows, seen.read_bytes, float(seen.asks_lease and has_lease)) for seen in points]
+    rows = [(1.0, s.rows, s.read_bytes, float(s.is_joined), float(s.asks_lease and has_lease)) for s in points]
     numbers = least_squares(rows, wanted, offset)
     predicted = [here + _dot(row, numbers) for here, row in zip(offset, rows, strict=True)]
     off = [there / seconds - 1 for there, seconds in zip(predicted, wanted, strict=True)]

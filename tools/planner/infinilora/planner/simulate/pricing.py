@@ -27,7 +27,7 @@ class Pricing:
             busy.pop(engine, None)
 
     def step_s(self, engine: str, work: Work) -> float:
-        base_s = self._costs.base.step_s(work.rows, work.tokens, work.context)
+        base_s = self._costs.base.step_s(work.rows, work.tokens, work.context, is_joined=work.is_joined)
         if not work.digests:
             self.is_over(engine)
             return base_s
@@ -35,11 +35,11 @@ class Pricing:
         for group, (rows, distinct, num_bytes) in self._shares(engine, work.digests).items():
             read = self._costs.read_bytes(rows, num_bytes, distinct)
             if group == OWN:
-                local_s = self._costs.local.step_s(rows, read)
+                local_s = self._costs.local.step_s(rows, read, is_joined=work.is_joined)
                 continue
-            service_s = services[group] = self._costs.service.step_s(rows, read)
+            service_s = services[group] = self._costs.service.step_s(rows, read, is_joined=work.is_joined)
             waited_s = wait_s(service_s, self._others(group, engine))
-            remote_s = max(remote_s, self._costs.remote.step_s(rows, read) + waited_s)
+            remote_s = max(remote_s, self._costs.remote.step_s(rows, read, is_joined=work.is_joined) + waited_s)
         seconds = base_s + local_s + max(0.0, remote_s - self._costs.hidden.value * base_s)
         self.is_over(engine)
         for group, service_s in services.items():
