@@ -97,17 +97,24 @@ IL_INLINE void store_sums(vf* of, float* to, bool add) {
 }
 
 // v[i, Ranks] (+)= x[i][first..end) . a[Ranks], rows of a a_stride apart; `lines` of what comes next at each step.
-template <class W, int Rows, int Ranks>
+// With `Ahead`, also the same inputs of the rows behind these.
+template <class W, int Rows, int Ranks, bool Ahead>
 void shrink_block(const ShrinkChunk& c, int row, int rank, int first, int end, Fetcher& next, int lines) {
   const W* a = static_cast<const W*>(c.a) + rank * c.a_stride;
-  const float* x[Rows];
-  IL_UNROLL for (int i = 0; i < Rows; ++i) x[i] = c.x[row + i];
+  const float *x[Rows], *behind[Rows];
+  IL_UNROLL for (int i = 0; i < Rows; ++i) {
+    x[i] = c.x[row + i];
+    behind[i] = c.x[least(row + Rows + i, c.rows - 1)];
+  }
   vf sums[Rows][Ranks] = {};
   int k = first;
   for (; k + kW <= end; k += kW) {
     next.take(lines);
     vf xv[Rows];
     IL_UNROLL for (int i = 0; i < Rows; ++i) xv[i] = load(x[i] + k);
+    if constexpr (Ahead) {
+      IL_UNROLL for (int i = 0; i < Rows; ++i) __builtin_prefetch(behind[i] + k);
+    }
     IL_UNROLL for (int r = 0; r < Ranks; ++r) {
       vf av = load(a + r * c.a_stride + k);
       IL_UNROLL for (int i = 0; i < Rows; ++i) sums[i][r] += xv[i] * av;
@@ -134,7 +141,10 @@ void shrink_ranks(const ShrinkChunk& c, int rank, int first, int end, const Regi
   for (int b = 0; b < blocks; ++b) {
     int row = c.rows * b / blocks;
     with_count<kRowBlock>(c.rows * (b + 1) / blocks - row, [&](auto rows) {
-      shrink_block<W, rows.value, Ranks>(c, row, rank, first, end, next, lines);
+      // x comes from another core's cache: only the first ranks find the rows behind unread.
+      const bool is_unread = rank == c.rank && b + 1 < blocks;
+      if (is_unread) shrink_block<W, rows.value, Ranks, true>(c, row, rank, first, end, next, lines);
+      else shrink_block<W, rows.value, Ranks, false>(c, row, rank, first, end, next, lines);
     });
   }
 }
