@@ -5,7 +5,7 @@ Shares no code with what it checks: adapters are written by name here, merged by
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+ANSWERS_AT_ONCE = 32
 _FUSED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -50,6 +51,21 @@ class Oracle:
         logits = self.logits(prompt + produced, adapter)[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(produced)[:, None])[:, 0]
         return float((logits.max(dim=-1).values - chosen).max())
+
+    @torch.no_grad()
+    def worst_shortfall(self, answers: Sequence[tuple[list[int], list[int]]], adapter: Path | None = None) -> float:
+        """The largest `shortfall` of many (prompt, produced). What fills a short one up comes after it: no matter."""
+        worst = 0.0
+        with self.merged(adapter):
+            for start in range(0, len(answers), ANSWERS_AT_ONCE):
+                some = answers[start : start + ANSWERS_AT_ONCE]
+                longest = max(len(prompt) + len(produced) for prompt, produced in some)
+                rows = [[*p, *t] + [0] * (longest - len(p) - len(t)) for p, t in some]
+                for logits, (prompt, produced) in zip(self.model(torch.tensor(rows)).logits.float(), some, strict=True):
+                    of_each = logits[len(prompt) - 1 : len(prompt) + len(produced) - 1]
+                    chosen = of_each.gather(1, torch.tensor(produced)[:, None])[:, 0]
+                    worst = max(worst, float((of_each.max(dim=-1).values - chosen).max()))
+        return worst
 
     @contextmanager
     def merged(self, adapter: Path | None) -> Iterator[None]:

@@ -21,6 +21,7 @@ class StackFactory:
         self.stacks: list[Stack] = []
         self.apis: list[Api] = []
         self.children: list[Child] = []
+        self.coordinators: list[Api] = []
 
     async def start(self, model: Path, *, backend: str = "shm", env: dict[str, str] | None = None, **more: Any) -> Api:
         """Serve `model` under the name `tiny`; backend is shm, tcp or local."""
@@ -54,6 +55,19 @@ class StackFactory:
         self.apis.append(api)
         await api.wait(until, lambda _: True, within_s=30)
         return api
+
+    async def another_coordinator(self, name: str) -> Child:
+        """A second coordinator of the latest system, supervised as the first one is."""
+        plan, (port,) = self.stack._started(), free_ports(1)
+        own = {"INFINILORA_COORDINATOR_ID": name}
+        plan = dataclasses.replace(plan, coordinator_port=port, shared={**plan.shared, **own})
+        child = Child(services.coordinator(plan), self.stack.home.new_log(name), lambda *_: None)
+        self.children.append(child)
+        child.start()
+        await child.until_ready()
+        self.coordinators = [Api(self.stack.coordinator_url), Api(plan.coordinator_url)]
+        self.apis += self.coordinators
+        return child
 
     @asynccontextmanager
     async def another_engine(self, name: str) -> AsyncIterator[Api]:
