@@ -335,6 +335,11 @@ async def test_d23_what_is_resident_outlives_the_store(world: World) -> None:
         await world.serves("d23-warm", made["d23-warm"][1])
         assert (await world.api.http.get("/readyz")).status_code == 200
     assert error_of(cold.result(), [503])["code"] == "unavailable"
+    # Whoever has asked the store says so, and is ready all the same.
+    degraded = await world.api.wait("/readyz", lambda told: bool(told["away"]), within_s=30)
+    assert (degraded["status"], degraded["away"]) == ("degraded", ["store"])
+    assert await metric(world.api, "infinilora_object_store_answers") == 0
+    await world.factory.fleet(lambda fleet: without_store(fleet) == {"gateway-0", "lora-0"}, within_s=30)
     world.proxy._faults.clear()
     async with asyncio.timeout(30):
         while not (
@@ -342,6 +347,15 @@ async def test_d23_what_is_resident_outlives_the_store(world: World) -> None:
         ).is_success:
             await asyncio.sleep(0.1)
     await world.serves("d23-cold", made["d23-cold"][1])
+    await world.api.wait("/readyz", lambda told: told["status"] == "ready", within_s=30)
+    assert await metric(world.api, "infinilora_object_store_answers") == 1
+    await world.factory.fleet(lambda fleet: not without_store(fleet), within_s=30)
+
+
+def without_store(fleet: dict[str, Any]) -> set[str]:
+    """Which of the system's own processes do not reach the object store, by their own account."""
+    own = {"gateway-0", "engine-0", "lora-0"}
+    return own & {member["id"] for member in fleet["members"] if "store" in member["away"]}
 
 
 @on("L/proxy")

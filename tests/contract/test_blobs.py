@@ -16,13 +16,16 @@ from infinilora.runtime.blob_store import SCRATCH
 from infinilora.runtime.blobs import BlobStore, Changed, DirectoryBlobs, open_blobs
 from infinilora.runtime.credentials import Credentials
 from infinilora.runtime.s3_blobs import S3Blobs, S3Place
+from infinilora.runtime.watched_blobs import WatchedBlobs
 from support.procs import WeedServer, wait_until
 
 
-@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.integration)])
+@pytest.fixture(params=["directory", "watched", pytest.param("s3", marks=pytest.mark.integration)])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     if request.param == "directory":
         return open_blobs(f"file://{tmp_path}/store")
+    if request.param == "watched":
+        return WatchedBlobs(open_blobs(f"file://{tmp_path}/store"))
     server: WeedServer = request.getfixturevalue("s3_server")
     bucket = f"test-{uuid4().hex[:12]}"
     return open_blobs(server.url(bucket), access_key=server.access_key, secret_key=server.secret_key)

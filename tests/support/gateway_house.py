@@ -31,6 +31,7 @@ from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.store import Stamp
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watched_blobs import WatchedBlobs
 from infinilora.weights.synth import write_peft_adapter
 from support.cards import make_card
 from support.scripted_engine import ScriptedEngine
@@ -194,7 +195,7 @@ async def open_house(
         members = await stack.enter_async_context(Members(bus, interval_s=BEAT_S * 4))
         channels = await stack.enter_async_context(Channels(token=TOKEN))
         configured = house_settings(root, settings)
-        ties = Connections(bus, store, blobs, members, channels, telemetry or Telemetry())
+        ties = Connections(bus, store, WatchedBlobs(blobs), members, channels, telemetry or Telemetry())
         gateway = build(configured, ties)
         url = await stack.enter_async_context(_running(gateway, bus, crew))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))

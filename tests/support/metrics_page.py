@@ -12,6 +12,7 @@ from support.tables import filled
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 GROUPS: dict[str, Callable[[CollectorRegistry], object]] = {
     "gateway and coordinator": metrics.ProcessMetrics,
+    "gateway, engine and LoRA server": metrics.ObjectStoreMetrics,
     "gateway": metrics.GatewayMetrics,
     "engine": metrics.EngineMetrics,
     "LoRA server": metrics.LoraServerMetrics,

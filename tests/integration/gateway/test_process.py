@@ -1,6 +1,8 @@
 """The gateway as a real process on real NATS, Redis and S3 servers: start, outages, clean stop."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -101,7 +103,7 @@ async def patiently(call: Callable[[], Awaitable[httpx.Response]], within_s: flo
 
 
 @asynccontextmanager
-async def running_system(root: Path, weed: WeedServer) -> AsyncIterator[System]:
+async def running_system(root: Path, weed: WeedServer, **settings: str) -> AsyncIterator[System]:
     nats, valkey = NatsServer(root / "nats"), ValkeyServer(root / "valkey")
     engine = ScriptedEngine(CARD.fingerprint, CARD.name, CARD.vocab_size, EOS)
     store_url = weed.url("infinilora")
@@ -113,6 +115,7 @@ async def running_system(root: Path, weed: WeedServer) -> AsyncIterator[System]:
         STORE_URL=store_url,
         S3_ACCESS_KEY=weed.access_key,
         S3_SECRET_KEY=weed.secret_key,
+        **settings,
     )
     async with AsyncExitStack() as stack:
         for server in (nats, valkey):
@@ -269,3 +272,22 @@ async def test_a_stopping_gateway_finishes_its_streams_and_exits_cleanly(tmp_pat
                 seen += [event async for event in stream]
             assert seen[-1] == "[DONE]"
             assert stopping.result() == 0
+
+
+@pytest.mark.parametrize(("drain_s", "signals"), [("1", 1), ("600", 2)])
+async def test_a_gateway_tells_the_streams_that_it_cannot_wait_for(
+    tmp_path: Path, s3_server: WeedServer, drain_s: str, signals: int
+) -> None:
+    """When the grace time is over, and at once when it is asked a second time."""
+    async with running_system(tmp_path, s3_server, DRAIN_S=drain_s) as system:
+        system.engine.pause_after = 1
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 3, "ignore_eos": True, "stream": True}
+        async with system.http.stream("POST", "/v1/completions", json=body) as answer:
+            stream = events(answer)
+            await anext(stream)
+            for _ in range(signals):
+                os.kill(system.gateway.pid, signal.SIGTERM)
+                await eventually(lambda: not can_connect(system.gateway.port), "the gateway stops listening")
+            *_, last = [event async for event in stream]
+            assert last["error"]["code"] == "unavailable"
+        assert await asyncio.to_thread(system.gateway.stop) == 0

@@ -10,6 +10,7 @@ import pytest
 from infinilora.protocol.errors import AdapterFailed, Overloaded, Unavailable
 from support.gateway_house import House, error_of, events, open_house
 from support.scripted_engine import Loss
+from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -276,3 +277,23 @@ async def test_no_engine_is_an_error_that_can_be_retried(tmp_path: Path) -> None
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
         assert error_of(answer)["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_whoever_is_answered_when_a_gateway_ends_is_told(tmp_path: Path, n: int) -> None:
+    async with open_house(tmp_path) as house:
+        house.engine.pause_after = 2
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 9, "n": n, "ignore_eos": True}
+        whole = asyncio.create_task(house.http.post("/v1/completions", json=body))
+        async with house.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            stream = events(answer)
+            await anext(stream)
+            await eventually(lambda: house.engine.running == 2 * n, "both run")
+            house.gateway.under_way.end()
+            *_, last = [event async for event in stream]
+        assert last["error"]["code"] == "unavailable"
+        told = await whole
+        assert (told.status_code, error_of(told)["code"]) == (503, "unavailable")
+        assert "retry-after" in told.headers
+        await house.until_idle()
+        assert house.engine.cancelled == 2 * n

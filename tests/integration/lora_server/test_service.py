@@ -22,7 +22,6 @@ from infinilora.protocol.errors import (
     Conflict,
     InfiniLoraError,
     InvalidRequest,
-    Overloaded,
     StaleEpoch,
     Unavailable,
 )
@@ -369,7 +368,7 @@ async def test_a_drained_group_grants_nothing_new_and_goes_on_with_what_runs(wor
     async with linked_engine(world.server, CARD) as engine:
         await engine.lease(adapter.digest)
         await world.order(Drain(), epoch=EPOCH + 9)
-        with pytest.raises(Overloaded):
+        with pytest.raises(Unavailable):
             await engine.lease(late.digest)
         check_dense(engine, [adapter])
         await world.order(Drain(draining=False), epoch=EPOCH + 9)

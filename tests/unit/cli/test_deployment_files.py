@@ -197,6 +197,7 @@ def test_dashboards_show_metrics_that_exist() -> None:
     registry = metrics.new_registry()
     for group in (
         metrics.ProcessMetrics,
+        metrics.ObjectStoreMetrics,
         metrics.GatewayMetrics,
         metrics.EngineMetrics,
         metrics.LoraServerMetrics,

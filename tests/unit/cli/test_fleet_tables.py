@@ -9,6 +9,7 @@ from infinilora.cli.fleet_tables import glance, headline
 
 ENGINE = {"running": 3, "waiting": 1, "kv_blocks_free": 20, "kv_blocks_total": 100}
 POOL = {"bytes_free": 1_000_000, "bytes_total": 5_000_000, "leases": 2, "resident": ["sha256:aa"]}
+ALIVE = {"state": "ready", "health": "alive"}
 
 
 def fleet() -> dict[str, Any]:
@@ -22,9 +23,9 @@ def fleet() -> dict[str, Any]:
         "frozen_by": {"who": "ann", "at": "12:00", "reason": "upgrade"},
         "drains": ["e-1"],
         "members": [
-            {"id": "c-1", "state": "ready", "health": "alive", "address": "a:1", "group": None, "load": None},
-            {"id": "e-1", "state": "ready", "health": "alive", "address": "a:2", "group": None, "load": ENGINE},
-            {"id": "l-1", "state": "ready", "health": "alive", "address": "a:3", "group": "g-1", "load": POOL},
+            {"id": "c-1", **ALIVE, "away": [], "address": "a:1", "group": None, "load": None},
+            {"id": "e-1", **ALIVE, "away": [], "address": "a:2", "group": None, "load": ENGINE},
+            {"id": "l-1", **ALIVE, "away": ["store"], "address": "a:3", "group": "g-1", "load": POOL},
         ],
         "placement": {},
         "heat": [{"digest": "sha256:aa", "name": "mine", "rps": 2.5, "is_rising": True}],
@@ -69,7 +70,7 @@ def test_what_is_said_is_shown_and_nothing_is_unknown() -> None:
     assert cells == [
         ["c-1 (leads)", "ready", "alive", "a:1"],
         ["e-1", "ready", "alive", "a:2", "3 running, 1 waiting, 20 of 100 KV blocks free"],
-        ["l-1", "ready", "alive", "a:3", "1 adapters resident, 4.0 MB of 5.0 MB, 2 leases"],
+        ["l-1", "ready", "alive", "store", "a:3", "1 adapters resident, 4.0 MB of 5.0 MB, 2 leases"],
         [],
         ["adapter", "requests/s", "resident on"],
         ["mine", "2.50 rising", "g-1"],

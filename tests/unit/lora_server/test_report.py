@@ -66,7 +66,7 @@ async def test_a_groups_speed_is_that_of_its_shards_together(tmp_path: Path, sha
     deaths: list[BaseException] = []
     blobs = DirectoryBlobs(tmp_path / "store")
     pool = AdapterPool(shard.pool_config(), blobs, DefinedKernels(), on_death=deaths.append)
-    said = beat(shard, Service("test"), pool, Commands(pool), "here:1", 500.0).load
+    said = beat(shard, Service("test"), pool, Commands(pool), address="here:1", rows_per_s=500.0).load
     assert isinstance(said, GroupLoad)
     assert (said.rows_per_s, said.shape) == (told, shape)
     pool.close()

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infinilora.pool.slots import SlotTable
 from infinilora.pool.tenancy import Drain, Limits, Place, Refuse, SlotState
-from infinilora.protocol.errors import AdapterFailed, Overloaded
+from infinilora.protocol.errors import AdapterFailed, Overloaded, Unavailable
 from infinilora.protocol.ids import Digest
 
 LIMITS = Limits(max_bypass=3, age_after_s=2.0, max_wait_s=10.0)
@@ -252,7 +252,7 @@ def test_a_draining_pool_keeps_leases_and_grants_no_new_one() -> None:
     pool.load("a")
     pool.table.is_draining = True
     assert pool.table.lease("e", Digest("a"), 0.0) is not None
-    with pytest.raises(Overloaded):
+    with pytest.raises(Unavailable, match="ask another"):
         pool.table.lease("other", Digest("a"), 0.0)
 
 

@@ -21,6 +21,7 @@ def names(page: bytes) -> set[str]:
     "group",
     [
         metrics.ProcessMetrics,
+        metrics.ObjectStoreMetrics,
         metrics.GatewayMetrics,
         metrics.EngineMetrics,
         metrics.LoraServerMetrics,

@@ -23,7 +23,7 @@ from itertools import takewhile
 
 from infinilora.pool.evict import Candidate, EvictionOrder, Heat, candidate, choose_victims
 from infinilora.pool.tenancy import DEFAULT_RELOAD_S, Decision, Drain, Limits, Place, Refuse, Slot, SlotState, Waiting
-from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded
+from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Overloaded, Unavailable
 from infinilora.protocol.ids import Digest
 
 
@@ -366,5 +366,5 @@ class SlotTable:
             assert (slot.state is SlotState.READY) <= (slot.layers_ready == slot.num_layers)
 
 
-def _draining() -> Overloaded:
-    return Overloaded("this LoRA server is draining and grants no new lease", retry_after_s=1.0)
+def _draining() -> Unavailable:
+    return Unavailable("this LoRA server is draining and grants no new lease; ask another", retry_after_s=1.0)

@@ -72,6 +72,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """The base model's served name."""
     group: str = ""
+    away: tuple[str, ...] = ()
+    """What this process needs and does not reach now: `store` (the object store), `redis`. It serves what it has."""
     load: EngineLoad | GroupLoad | None = None
     protocol_version: int = PROTOCOL_VERSION
 

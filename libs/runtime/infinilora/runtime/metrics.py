@@ -115,6 +115,19 @@ class ProcessMetrics:
             self.store_connected.set_function(lambda: float(store_connected()))
 
 
+class ObjectStoreMetrics:
+    """Of every process that reads adapters or writes them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.answers = Gauge(
+            "infinilora_object_store_answers", "1 while the object store answers this process.", registry=registry
+        )
+
+    def watch(self, answers: Callable[[], bool]) -> None:
+        """Read this when scraped."""
+        self.answers.set_function(lambda: float(answers()))
+
+
 class BreakerStates(Collector):
     """The breaker of each engine as it is when somebody reads: an engine that has left leaves the page too."""
 

@@ -35,6 +35,7 @@ from infinilora.runtime.placement import PlacementMirror
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import RedisStore, Store
+from infinilora.runtime.watched_blobs import WatchedBlobs
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Around:
 
     bus: Bus
     members: Members
-    blobs: BlobStore
+    blobs: WatchedBlobs
     store: Store
 
 
@@ -67,7 +68,7 @@ async def reach_out(settings: Settings, stack: AsyncExitStack) -> Around:
     """Open what the control plane is heard and the store is read with, until the stack ends."""
     bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.engine_id))
     members = Members(bus, kinds=("lora-server",), interval_s=settings.beat_ms / 1000)
-    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
+    blobs = WatchedBlobs(open_blobs(settings.store_url, credentials=settings.store_credentials))
     store = await stack.enter_async_context(RedisStore(settings.redis_url))
     return Around(bus, await stack.enter_async_context(members), blobs, store)
 

@@ -31,7 +31,7 @@ from infinilora.engine.shards.open import Head, head_of
 from infinilora.engine.timeline import TimedLora, Timeline
 from infinilora.engine.worker import HEALTH_SERVICE, SERVICE, Commands, Engine
 from infinilora.pool.device import open_device
-from infinilora.protocol import subjects
+from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import Beat, Command, EngineLoad
 from infinilora.protocol.ids import Digest
 from infinilora.runtime import metrics, rpc, telemetry
@@ -72,11 +72,12 @@ async def serve(settings: Settings, service: Service) -> None:
         address = settings.advertise or server.address
         heart = Heart(
             settings.nats_url,
-            partial(_beat, settings, service, model, engine, partial(_load, loop, lora), address),
+            partial(_beat, settings, service, model, around, engine, partial(_load, loop, lora), address),
             interval_s=settings.beat_ms / 1000,
         )
         service.spawn(heart.run(), "heart")
         service.spawn(keep_publishing(around.blobs, model.card, settings.model), "publish")
+        service.spawn(around.blobs.ask_while_away(keys.base_card(model.card.fingerprint)), "object store")
         commands = Commands(engine, lora.forget)
         await commands.fence.read(around.store)
         service.spawn(_learn_epoch(commands.fence, around.store), "epoch")
@@ -143,6 +144,8 @@ async def _engine(
         stack.push_async_callback(asyncio.to_thread, traces.shutdown)
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         meter = Meter(metrics.EngineMetrics(registry)) if registry else None
+        if registry:
+            metrics.ObjectStoreMetrics(registry).watch(lambda: around.blobs.answers)
         lora = await stack.enter_async_context(open_lora(settings, model, service, around, bell))
         if head is not None:
             lora = _led(head, lora, service, bell)
@@ -203,6 +206,7 @@ def _beat(
     settings: Settings,
     service: Service,
     model: LoadedModel,
+    around: Around,
     engine: Engine,
     load: Callable[[], EngineLoad],
     address: str,
@@ -217,6 +221,7 @@ def _beat(
         address=address,
         base=model.card.fingerprint,
         model=model.card.name,
+        away=around.blobs.away,
         load=load(),
     )
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from infinilora.gateway.scratch import use_scratch
 from infinilora.gateway.settings import Settings
+from infinilora.gateway.underway import UnderWay
 from infinilora.gateway.wiring import Connections, build, scratch_directory
 from infinilora.protocol.control import Beat
 from infinilora.runtime import log, telemetry
@@ -22,15 +23,20 @@ from infinilora.runtime.rpc import Channels
 from infinilora.runtime.service import Service, run
 from infinilora.runtime.settings import read
 from infinilora.runtime.store import RedisStore
+from infinilora.runtime.watched_blobs import WatchedBlobs
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that none is closed under a request on its way."""
+LAST_WORDS_S = 1.0
+"""For answers that the grace time was too short for: their clients are told within it."""
+ENDING_S = 3.0
+"""Beyond the grace time, for these and for what the bus has still to be sent."""
 
 
 async def serve(service: Service, settings: Settings) -> None:
-    """Run until asked to stop, then let running answers finish."""
+    """Run until asked to stop, then let running answers finish; those that take too long end with an error."""
     listener, bound = listen_on(settings.listen)
     with use_scratch(scratch_directory(settings)), listener:
         address = settings.advertise or bound
@@ -39,23 +45,34 @@ async def serve(service: Service, settings: Settings) -> None:
             for name, task in gateway.background.items():
                 service.spawn(task(), name)
             heart = Heart(
-                settings.nats_url, lambda: _beat(service, settings.gateway_id, address), interval_s=_beat_s(settings)
+                settings.nats_url,
+                lambda: _beat(service, settings.gateway_id, address, gateway.away()),
+                interval_s=_beat_s(settings),
             )
             service.spawn(heart.run(), "heart")
-            server = _Server(_web_config(gateway.app, settings))
+            server = _Server(_web_config(gateway.app))
             web = service.spawn(server.serve([listener]), "http")
             service.ready()
             logger.info("serving", extra={"url": f"http://{address}"})
             await service.draining.wait()
             heart.beat_now()
             server.should_exit = True
-            await web
+            await _finish(web, gateway.under_way, settings.drain_s)
+
+
+async def _finish(web: asyncio.Task[None], under_way: UnderWay, grace_s: float) -> None:
+    """Until every answer is over. When the grace time is, or a second signal comes, those that run are told so."""
+    try:
+        await asyncio.wait([web], timeout=grace_s)
+    finally:
+        under_way.end()
+        await asyncio.wait([web], timeout=LAST_WORDS_S)
 
 
 @asynccontextmanager
 async def _connections(settings: Settings) -> AsyncIterator[Connections]:
     """The ties to bus, store and engines. None of them needs to be there yet."""
-    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
+    blobs = WatchedBlobs(open_blobs(settings.store_url, credentials=settings.store_credentials))
     tracing = telemetry.setup(
         "gateway",
         settings.otlp_endpoint,
@@ -77,14 +94,13 @@ def _beat_s(settings: Settings) -> float:
     return settings.beat_ms / 1000
 
 
-def _web_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def _web_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(settings.drain_s),
     )
 
 
@@ -97,7 +113,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _beat(service: Service, gateway_id: str, address: str) -> Beat:
+def _beat(service: Service, gateway_id: str, address: str, away: tuple[str, ...]) -> Beat:
     return Beat(
         kind="gateway",
         id=gateway_id,
@@ -105,13 +121,14 @@ def _beat(service: Service, gateway_id: str, address: str) -> Beat:
         seq=0,
         state=service.state,
         address=address,
+        away=away,
     )
 
 
 def main() -> None:
     settings = read(Settings)
     log.setup("gateway", settings.log_level, process_id=settings.gateway_id)
-    run("gateway", lambda service: serve(service, settings), drain_s=settings.drain_s)
+    run("gateway", lambda service: serve(service, settings), drain_s=settings.drain_s + ENDING_S)
 
 
 if __name__ == "__main__":

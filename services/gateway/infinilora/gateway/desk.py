@@ -26,6 +26,7 @@ from infinilora.gateway.plan import Limits, Plan
 from infinilora.gateway.relay import Relay
 from infinilora.gateway.schema import B, ChatBody, CompletionBody, read_body
 from infinilora.gateway.sse import ClientGone, EventStream, Write, while_connected
+from infinilora.gateway.underway import UnderWay
 from infinilora.protocol.errors import InfiniLoraError
 from infinilora.runtime.metrics import GatewayMetrics
 from infinilora.runtime.problems import error_response, json_response
@@ -55,7 +56,7 @@ class Times(NamedTuple):
 
 
 class Desk:
-    """Answers completions and chat completions. Holds no request's state."""
+    """Answers completions and chat completions. `under_way`: those that run now."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Desk:
         self._metrics = metrics
         self._telemetry = telemetry
         self._times = times
+        self.under_way = UnderWay()
 
     async def completions(self, caller: Caller, raw: bytes) -> Response:
         received = caller.received()
@@ -135,7 +137,8 @@ class Desk:
                 self._accounting.admitted(answer.plan.target)
                 with self._metrics.in_flight.track_inprogress():
                     try:
-                        yield
+                        async with self.under_way.one():
+                            yield
                         code = "ok"
                     finally:
                         await self._accounting.ended(

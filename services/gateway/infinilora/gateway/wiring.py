@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -31,16 +32,18 @@ from infinilora.gateway.reports import Advised, Reports
 from infinilora.gateway.settings import Settings
 from infinilora.gateway.sources import Buckets, Sources
 from infinilora.gateway.tenants import Tenants, parse_keys
+from infinilora.gateway.underway import UnderWay
 from infinilora.gateway.uploads import UploadLimits
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime.blobs import BlobStore, open_blobs
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.members import Members
-from infinilora.runtime.metrics import GatewayMetrics, ProcessMetrics, new_registry
+from infinilora.runtime.metrics import GatewayMetrics, ObjectStoreMetrics, ProcessMetrics, new_registry
 from infinilora.runtime.rpc import Channels
 from infinilora.runtime.store import Store
 from infinilora.runtime.telemetry import Telemetry
+from infinilora.runtime.watched_blobs import WatchedBlobs
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class Connections:
 
     bus: Bus
     store: Store
-    blobs: BlobStore
+    blobs: WatchedBlobs
     members: Members
     channels: Channels
     telemetry: Telemetry
@@ -69,6 +72,9 @@ class Gateway:
     fleet: Fleet
     registry: Registry
     admission: Admission
+    under_way: UnderWay
+    away: Callable[[], tuple[str, ...]]
+    """What it needs and does not reach now: `nats`, `redis`, `store`."""
     background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]
 
 
@@ -103,6 +109,8 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         store_connected=lambda: not registry.is_stale,
         events_dropped=lambda: ties.bus.dropped_events,
     )
+    ObjectStoreMetrics(metrics_registry).watch(lambda: ties.blobs.answers)
+    away = partial(_away, ties.bus, registry, ties.blobs)
     metrics.registry_age_s.set_function(lambda: registry.age_s)
     metrics.breakers.watch(fleet.breakers)
     deps = Deps(
@@ -110,7 +118,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         desk=desk,
         catalog=catalog,
         management=_management(settings, ties, fleet, registry, catalog, shelf),
-        readiness=lambda: _readiness(ties.bus, fleet, shelf, registry),
+        readiness=lambda: _readiness(fleet, shelf, registry, away()),
         metrics=metrics_registry,
         max_body_bytes=settings.max_body_mb << 20,
     )
@@ -124,7 +132,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
         "health": fleet.watch_health,
         "bases": lambda: _read_bases(fleet, shelf),
     }
-    return Gateway(create_app(deps), fleet, registry, admission, background)
+    return Gateway(create_app(deps), fleet, registry, admission, desk.under_way, away, background)
 
 
 def _management(
@@ -196,12 +204,16 @@ async def _read_bases(fleet: Fleet, shelf: BaseShelf) -> None:
         await asyncio.sleep(BASES_POLL_S)
 
 
-def _readiness(bus: Bus, fleet: Fleet, shelf: BaseShelf, registry: Registry) -> Readiness:
+def _away(bus: Bus, registry: Registry, blobs: WatchedBlobs) -> tuple[str, ...]:
+    bus_and_registry = (("nats", bus.is_connected), ("redis", not registry.is_stale))
+    return (*(name for name, answers in bus_and_registry if not answers), *blobs.away)
+
+
+def _readiness(fleet: Fleet, shelf: BaseShelf, registry: Registry, away: tuple[str, ...]) -> Readiness:
     bases = sorted(name for name, fingerprint in fleet.served().items() if shelf.has(fingerprint))
-    away = [name for name, is_away in (("nats", not bus.is_connected), ("redis", registry.is_stale)) if is_away]
     is_ready = registry.is_loaded and bool(bases)
     status = ("degraded" if away else "ready") if is_ready else "starting"
     return Readiness(
         is_ready,
-        {"status": status, "bases": bases, "adapters": len(registry), "away": away},
+        {"status": status, "bases": bases, "adapters": len(registry), "away": list(away)},
     )

@@ -27,7 +27,7 @@ from infinilora.pool.device import Device
 from infinilora.pool.execute import Grants, SiteKernels
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import lora_pb2
-from infinilora.protocol.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded
+from infinilora.protocol.errors import Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from infinilora.protocol.ids import PROTOCOL_VERSION, Digest, Fingerprint, parse_digest
 from infinilora.protocol.shards import ONE, Shape
 from infinilora.protocol.sites import UNNAMED_SITES
@@ -149,7 +149,7 @@ class LoraServer:
                 f"activations of dtype {hello.dtype!r}; a link carries {', '.join(sorted(LINK_DTYPES))}"
             )
         if self._service.draining.is_set():
-            raise Overloaded("this LoRA server is draining", retry_after_s=1.0)
+            raise Unavailable("this LoRA server is draining; ask another", retry_after_s=1.0)
         if self._identity.shape.num_shards > 1 and not hello.opens_shards:
             raise InvalidRequest(
                 f"group {self._identity.group} has {self._identity.shape.num_shards} shards; "

@@ -23,7 +23,14 @@ RESIDENCY_TTL_S = 10.0
 
 
 def beat(
-    shard: Shard, service: Service, pool: AdapterPool, commands: Commands, address: str, rows_per_s: float
+    shard: Shard,
+    service: Service,
+    pool: AdapterPool,
+    commands: Commands,
+    *,
+    address: str,
+    rows_per_s: float,
+    away: tuple[str, ...] = (),
 ) -> Beat:
     """How it goes now. Runs on the heart's thread: reads only. `rows_per_s`: of this shard."""
     load = pool.load()
@@ -39,6 +46,7 @@ def beat(
         base=card.fingerprint,
         model=card.name,
         group=settings.group,
+        away=away,
         load=GroupLoad(
             # The pool counts what an adapter takes of its fullest shard; a group has so much of each. Shards compute
             # side by side, at different sites or for different engines, and are taken to be as fast as the head.

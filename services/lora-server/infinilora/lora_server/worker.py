@@ -29,18 +29,19 @@ from infinilora.pool.follower import FollowerPool
 from infinilora.pool.group import OtherShards
 from infinilora.pool.news import follow_registrations
 from infinilora.pool.pool import AdapterPool
-from infinilora.protocol import lora_pb2, subjects
+from infinilora.protocol import keys, lora_pb2, subjects
 from infinilora.protocol.adapter import BaseCard
 from infinilora.protocol.control import Command
 from infinilora.protocol.shards import HEAD
 from infinilora.runtime import metrics, rpc, telemetry
-from infinilora.runtime.blobs import BlobStore, open_blobs
+from infinilora.runtime.blobs import open_blobs
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart, Members
-from infinilora.runtime.metrics import LoraServerMetrics
+from infinilora.runtime.metrics import LoraServerMetrics, ObjectStoreMetrics
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import RedisStore
 from infinilora.runtime.watchdog import Watchdog
+from infinilora.runtime.watched_blobs import WatchedBlobs
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ DRAIN_POLL_S = 0.05
 class _Around:
     """What this process knows of the others."""
 
-    blobs: BlobStore
+    blobs: WatchedBlobs
     bus: NatsBus
     members: Members
     store: RedisStore
@@ -68,6 +69,9 @@ async def serve(settings: Settings, service: Service) -> None:
             return
         registry = stack.enter_context(metrics.scraped(settings.metrics_listen))
         measured = LoraServerMetrics(registry) if registry else None
+        if registry:
+            ObjectStoreMetrics(registry).watch(lambda: around.blobs.answers)
+        service.spawn(around.blobs.ask_while_away(keys.base_card(card.fingerprint)), "object store")
         check_memory(settings, device.torch_device)
         shard = Shard(settings, card, device)
         if settings.shard == HEAD:
@@ -111,7 +115,15 @@ async def _lead(
     rows_per_s = await _speed(shard)
     heart = Heart(
         settings.nats_url,
-        partial(beat, shard, service, pool, commands, settings.advertise or address, rows_per_s),
+        lambda: beat(
+            shard,
+            service,
+            pool,
+            commands,
+            address=settings.advertise or address,
+            rows_per_s=rows_per_s,
+            away=around.blobs.away,
+        ),
         interval_s=settings.beat_ms / 1000,
     )
     service.spawn(heart.run(), "heart")
@@ -173,7 +185,7 @@ async def _say_leaving(service: Service, to_head: ToHead) -> None:
 async def _reach_out(settings: Settings, stack: AsyncExitStack) -> _Around:
     bus = await stack.enter_async_context(NatsBus(settings.nats_url, name=settings.id))
     members = Members(bus, kinds=("engine",), interval_s=settings.beat_ms / 1000)
-    blobs = open_blobs(settings.store_url, credentials=settings.store_credentials)
+    blobs = WatchedBlobs(open_blobs(settings.store_url, credentials=settings.store_credentials))
     store = await stack.enter_async_context(RedisStore(settings.redis_url))
     return _Around(blobs, bus, await stack.enter_async_context(members), store)
 

@@ -51,11 +51,12 @@ def headline(fleet: Json) -> str:
 
 
 def members_table(fleet: Json) -> Table:
-    table = Table("process", "state", "health", "address", "load", box=None, pad_edge=False)
+    table = Table("process", "state", "health", "away", "address", "load", box=None, pad_edge=False)
     for member in fleet.get("members", ()):
-        cells = [str(member.get(field, UNKNOWN)) for field in ("id", "state", "health", "address")]
-        cells[0] += " (leads)" if cells[0] == fleet.get("leader") else ""
-        table.add_row(*(escape(cell) for cell in cells), _load(member.get("load", {})))
+        process, *cells = [str(member.get(field, UNKNOWN)) for field in ("id", "state", "health", "address")]
+        process += " (leads)" if process == fleet.get("leader") else ""
+        cells.insert(-1, ", ".join(member.get("away", (UNKNOWN,))))
+        table.add_row(*(escape(cell) for cell in (process, *cells)), _load(member.get("load", {})))
     return table
 
 

@@ -1,0 +1,38 @@
+"""The answers that are under way, so that a gateway that stops can end them with a word to each client.
+
+Knows neither signals nor HTTP: whoever answers has the error told as any other.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from infinilora.protocol.errors import Unavailable
+
+
+class UnderWay:
+    """Of one gateway. Each answer is here for as long as it is made."""
+
+    def __init__(self) -> None:
+        self._leashes: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """An answer is made within the block, by one task. Raises Unavailable from it when `end` is called."""
+        leash = asyncio.timeout(None)
+        self._leashes.add(leash)
+        try:
+            async with leash:
+                yield
+        except TimeoutError:
+            if not leash.expired():
+                raise
+            raise Unavailable("this gateway stops before the answer is whole; ask again", retry_after_s=1.0) from None
+        finally:
+            self._leashes.discard(leash)
+
+    def end(self) -> None:
+        """Every answer under way fails now."""
+        now = asyncio.get_running_loop().time()
+        while self._leashes:
+            self._leashes.pop().reschedule(now)
