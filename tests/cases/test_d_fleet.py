@@ -1,4 +1,4 @@
-"""Class D, several engines of one base: who is asked, and what a client sees when one hangs, drains or comes back."""
+"""Class D, several engines of one base: who is asked, and what a client sees when one hangs or comes back."""
 
 import asyncio
 import os
@@ -12,21 +12,13 @@ import pytest
 import redis.asyncio
 
 from infinilora.protocol import keys
-from support.cases import PROMPT, Change, Files, config, keyed, modules
+from support.cases import PROMPT
 from support.worlds import World, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
-QV = modules("q_proj", "v_proj")
 READY_WITHIN_S = 10.0
 LONG = list(range(3, 99))
-
-
-async def made(world: World, name: str, seed: int) -> list[Change]:
-    """An adapter of this name; what it changes."""
-    loras = world.oracle.loras(QV, seed=seed)
-    await world.register(Files(config(), keyed(loras)), name=name)
-    return world.oracle.merge(loras, 2.0)
 
 
 def send(world: World, name: str, number: signal.Signals) -> int:
@@ -44,19 +36,9 @@ async def ready(world: World, *, within_s: float, wanted: bool = True) -> None:
             await asyncio.sleep(0.05)
 
 
-async def engines(world: World, count: int) -> None:
-    """Wait until so many engines are alive and ready."""
-
-    def are_there(fleet: dict[str, list[dict[str, str]]]) -> bool:
-        members = [m for m in fleet["members"] if m["kind"] == "engine"]
-        return sum((m["state"], m["health"]) == ("ready", "alive") for m in members) == count
-
-    await world.factory.fleet(are_there, within_s=60)
-
-
 @on("L/engines")
 async def test_d17_a_new_adapter_is_right_on_every_engine_that_is_asked(running: World) -> None:
-    changes = await made(running, "d17", 170)
+    changes = await running.made("d17", 170)
 
     async def ask(times: int) -> None:
         for _ in range(times // 4):
@@ -65,34 +47,18 @@ async def test_d17_a_new_adapter_is_right_on_every_engine_that_is_asked(running:
     pid = send(running, "engine.1", signal.SIGSTOP)  # it loads nothing and says nothing
     await ask(16)
     os.killpg(pid, signal.SIGCONT)
-    await engines(running, 2)
+    await running.until_ready("engine", 2)
     await ask(16)
     async with running.factory.another_engine("engine-new"):
         await ask(16)
         send(running, "engine", signal.SIGKILL)
         await ask(16)
-    await engines(running, 2)
-
-
-@on("L/engines")
-async def test_d24_a_rolling_restart_cuts_no_stream(running: World) -> None:
-    changes = await made(running, "d24", 240)
-    stack = running.factory.stack
-    for name in ("engine", "engine.1"):
-        before = stack.pid(name)
-        streams = [asyncio.create_task(running.serves("d24", changes)) for _ in range(20)]
-        await asyncio.sleep(0)
-        assert before is not None
-        os.kill(before, signal.SIGTERM)
-        while stack.pid(name) in (before, None):
-            await running.serves("d24", changes)
-        await asyncio.gather(*streams)
-        await engines(running, 2)
+    await running.until_ready("engine", 2)
 
 
 @on("L/engines")
 async def test_d33_an_idle_adapter_goes_back_to_where_it_was_warm(running: World) -> None:
-    changes = {f"d33-{number}": await made(running, f"d33-{number}", 330 + number) for number in range(10)}
+    changes = {f"d33-{number}": await running.made(f"d33-{number}", 330 + number) for number in range(10)}
     for name, wanted in changes.items():
         await asyncio.gather(running.serves(name, wanted), running.api.generate("tiny", PROMPT, max_tokens=8))
         await running.api.generate(name, LONG, max_tokens=1)
@@ -130,30 +96,17 @@ async def test_d23_healthy_but_dead(running: World) -> None:
 @on("L/engines")
 async def test_d19_created_deleted_and_created_again_and_many_at_once(running: World) -> None:
     for number in range(20):
-        changes = await made(running, "d19", 190 + number % 2)
+        changes = await running.made("d19", 190 + number % 2)
         await running.serves("d19", changes)
         assert (await running.api.http.delete("/v1/adapters/d19")).status_code == 200
     many = {f"d19-{number}": number for number in range(16)}
-    together = await asyncio.gather(*(made(running, name, 195 + number) for name, number in many.items()))
+    together = await asyncio.gather(*(running.made(name, 195 + number) for name, number in many.items()))
     await asyncio.gather(*(running.serves(name, wanted) for name, wanted in zip(many, together, strict=True)))
 
 
 @on("L/engines")
-async def test_d25_the_bus_is_away_and_back(running: World) -> None:
-    changes = await made(running, "d25", 250)
-    await running.serves("d25", changes)
-    others = {name: pid for name, pid in running.factory.stack.pids().items() if name != "nats"}
-    outage = asyncio.create_task(running.factory.stack.outage("nats", for_s=5))
-    while not outage.done():
-        await running.serves("d25", changes)
-    late = await made(running, "d25-late", 251)
-    await running.serves("d25-late", late)
-    assert {name: pid for name, pid in running.factory.stack.pids().items() if name != "nats"} == others
-
-
-@on("L/engines")
 async def test_d26_the_registry_does_not_answer_and_does_again(running: World) -> None:
-    changes = await made(running, "d26", 260)
+    changes = await running.made("d26", 260)
     await running.serves("d26", changes)
     pid = send(running, "redis", signal.SIGSTOP)
     try:
@@ -165,19 +118,19 @@ async def test_d26_the_registry_does_not_answer_and_does_again(running: World) -
             assert time.monotonic() - started < 5
     finally:
         os.killpg(pid, signal.SIGCONT)
-    late = await made(running, "d26-late", 261)
+    late = await running.made("d26-late", 261)
     await asyncio.gather(running.serves("d26", changes), running.serves("d26-late", late))
 
 
 @on("L/engines")
 async def test_d26_a_registry_that_was_emptied_deletes_nothing_that_is_served(running: World) -> None:
-    warm, cold = await made(running, "d26-warm", 262), await made(running, "d26-cold", 263)
+    warm, cold = await running.made("d26-warm", 262), await running.made("d26-cold", 263)
     await running.serves("d26-warm", warm)
     async with redis.asyncio.Redis.from_url(running.factory.stack._started().shared["INFINILORA_REDIS_URL"]) as facts:
         epoch = int(await facts.get(keys.EPOCH) or 0)
         await facts.flushall()
     await running.serves("d26-warm", warm)
-    new = await made(running, "d26-new", 264)
+    new = await running.made("d26-new", 264)
     await asyncio.gather(
         running.serves("d26-warm", warm), running.serves("d26-cold", cold), running.serves("d26-new", new)
     )
@@ -207,5 +160,5 @@ async def test_d32_names_that_do_not_exist_cost_nothing(running: World) -> None:
     assert resident_kib() <= before * 1.02
     metrics = (await running.api.http.get("/metrics")).text
     assert "nobody-" not in metrics
-    changes = await made(running, "nobody-7", 327)
+    changes = await running.made("nobody-7", 327)
     await running.serves("nobody-7", changes)

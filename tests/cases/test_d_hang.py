@@ -6,20 +6,13 @@ from typing import Any
 import httpx
 import pytest
 
-from support.cases import Change, Files, config, keyed, modules
+from support.cases import Change
 from support.hangs import FREE, HOLDING, Hangs
 from support.worlds import World, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
-QV = modules("q_proj", "v_proj")
 ENGINES = ("engine", "engine.1")
-
-
-async def made(world: World, name: str, seed: int) -> list[Change]:
-    loras = world.oracle.loras(QV, seed=seed)
-    await world.register(Files(config(), keyed(loras)), name=name)
-    return world.oracle.merge(loras, 2.0)
 
 
 async def started_again(world: World, names: tuple[str, ...], before: dict[str, int | None]) -> str:
@@ -42,7 +35,7 @@ def ready(fleet: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("how", [FREE, HOLDING])
 @on("L/hang")
 async def test_d21_a_step_that_hangs(running: World, how: str) -> None:
-    changes = await made(running, f"d21-{how[:4]}", 210)
+    changes = await running.made(f"d21-{how[:4]}", 210)
     await running.serves(f"d21-{how[:4]}", changes)
     before, hangs = running.factory.stack.pids(), Hangs(running.root / "hangs")
     hangs.order("engine", how)
@@ -59,7 +52,7 @@ async def test_d21_a_step_that_hangs(running: World, how: str) -> None:
 
 @on("L/hang")
 async def test_d21_a_site_call_that_hangs(running: World) -> None:
-    changes = await made(running, "d21-call", 211)
+    changes = await running.made("d21-call", 211)
     await running.serves("d21-call", changes)
     before, hangs = running.factory.stack.pids(), Hangs(running.root / "hangs")
     hangs.order("lora-server")

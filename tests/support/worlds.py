@@ -55,9 +55,22 @@ class World:
 
     async def settle(self) -> None:
         """Register the good adapter."""
-        loras = self.oracle.loras(modules("q_proj", "v_proj"), seed=99)
-        self.good = self.oracle.merge(loras, 2.0)
-        await self.register(Files(config(), keyed(loras)), name=GOOD)
+        self.good = await self.made(GOOD, 99)
+
+    async def made(self, name: str, seed: int) -> list[Change]:
+        """Register an adapter of the standard kind, another for each seed; what it changes."""
+        loras = self.oracle.loras(modules("q_proj", "v_proj"), seed=seed)
+        await self.register(Files(config(), keyed(loras)), name=name)
+        return self.oracle.merge(loras, 2.0)
+
+    async def until_ready(self, kind: str, count: int) -> None:
+        """Wait until so many processes of a kind are alive and take work."""
+
+        def are_there(fleet: dict[str, Any]) -> bool:
+            told = [(m["state"], m["health"]) for m in fleet["members"] if m["kind"] == kind]
+            return told.count(("ready", "alive")) == count
+
+        await self.factory.fleet(are_there, within_s=60)
 
     def place(self, files: Files) -> Path:
         """Write an adapter where the gateway may read it."""

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import nats
 import pytest
 
@@ -92,6 +93,16 @@ async def test_what_was_flushed_is_on_disk_when_the_broker_is_killed(server: Nat
         assert await bus.wait_connected(10)
         await bus.flush(20)
     assert await on_disk(server) == 80
+
+
+async def test_a_message_that_is_too_large_holds_up_none_behind_it(server: NatsServer) -> None:
+    await asyncio.to_thread(server.start)
+    async with NatsBus(server.url) as bus:
+        assert await bus.wait_connected(5)
+        await bus.durable_publish(subjects.USAGE, msgspec.structs.replace(usage(1), model="m" * (2 << 20)))
+        await bus.durable_publish(subjects.USAGE, usage(2))
+        await bus.flush(10)
+    assert await on_disk(server) == 1
 
 
 async def test_leaving_sends_what_still_waits(server: NatsServer) -> None:

@@ -1,6 +1,7 @@
 """Durable messages on their way to the broker's disk (JetStream): in order, each acknowledged before the next.
 
-They wait in this process while the broker is away, at most `DURABLE_LIMIT` of them.
+They wait in this process while the broker is away, at most `DURABLE_LIMIT` of them. One that is larger than the broker
+takes is lost, and said: nothing else is.
 """
 
 import asyncio
@@ -85,4 +86,8 @@ class Outbox:
                     name=name, subjects=list(covered), max_age=STREAM_AGE_S, max_msgs=STREAM_MESSAGES
                 )
             return  # the first is still the first
+        except nats.errors.MaxPayloadError:
+            # No broker of this limit ever takes it, and those behind it would wait for ever.
+            size = {"subject": first.subject, "num_bytes": len(first.payload)}
+            logger.error("durable message lost: too large for the broker", extra=size)  # noqa: TRY400 - no traceback
         self._waiting.popleft()
