@@ -112,7 +112,8 @@ class World:
             await self.fleet_of(number, is_whole)
 
         async def one_leads() -> bool:
-            return sum([(await self.fleet_of(number, lambda _: True))["is_leading"] for number in range(2)]) == 1
+            leading = [(await self.fleet_of(number, lambda _: True))["is_leading"] for number in range(2)]
+            return leading.count(True) == 1
 
         await eventually(one_leads, "one of the coordinators leads", 30)
 
