@@ -160,7 +160,7 @@ class Header(NamedTuple):
     def check(self, buffer_bytes: int) -> None:
         """Raise unless the fields of a frame from a peer agree with one another and with the buffer.
 
-        The native library checks the same (`fits` in native/ring.cpp) where it receives.
+        The native library checks the same (`fits` in native/frame.h) where it receives.
         """
         if self.dtype >= 2 * NARROW:
             raise InvalidRequest(f"link frame has dtype {self.dtype}; known are 0 to {2 * NARROW - 1}")

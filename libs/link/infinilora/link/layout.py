@@ -1,6 +1,6 @@
 """The file that both ends of a `shm` link map: its layout, its creation and its attachment.
 
-Mirrors `FileHeader` of native/ring.cpp. The creator (a server) sizes the whole file up front, so that a full
+Mirrors `FileHeader` of native/layout.h. The creator (a server) sizes the whole file up front, so that a full
 shared volume is an error here and not a bus error later; the other end (an engine) proves with the secret that
 it was invited, maps it and unlinks it at once: a `kill -9` of either end leaves no file behind.
 """

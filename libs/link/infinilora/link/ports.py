@@ -182,7 +182,7 @@ class EnginePort(Protocol):
 
 
 class Program(Protocol):
-    """Native code that can compute a site call: a function of the library (`Compute` in ring.cpp) and its data."""
+    """Native code that can compute a site call: a function of the library (`Compute` in server_end.h) and its data."""
 
     @property
     def compute(self) -> int:

@@ -31,7 +31,7 @@ class Status(enum.IntEnum):
 
 
 class Block(Structure):
-    """A ticket as ring.cpp sees it: what a call of its shape has in common. The rest is the library's."""
+    """A ticket as native/engine_end.h sees it: what a call of its shape has in common. The rest is the library's."""
 
     _fields_ = (
         ("header", c_char * HEADER_BYTES),

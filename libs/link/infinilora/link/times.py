@@ -1,6 +1,6 @@
 """How long site calls took on one link: counts for each bound, written by the serving thread alone.
 
-Native code and Python write the same memory (`Times` in native/ring.cpp), one after the other.
+Native code and Python write the same memory (`Times` in native/server_end.h), one after the other.
 """
 
 import ctypes
