@@ -122,7 +122,7 @@ def test_each_shards_pool_holds_its_share_of_an_adapter_and_no_more(tmp_path: Pa
         engine = TestEngine(house.model, house.lora, limits=LIMITS)
         engine.ask(prompt(5), digest=digest, max_tokens=1)
         house.finish(engine)
-        held = [pool._wanted[digest] for pool in pools.made]
+        held = [pool._tenancies.wanted[digest] for pool in pools.made]
     with (tmp_path / "a.packed").open("rb") as file:
         whole = read_header(file).manifest
     experts = sum(entry.num_bytes for entry in whole.sites if entry.num_experts)

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
+from infinilora.pool.config import PoolConfig, PoolKernels, PoolLoad
 from infinilora.pool.execute import Grants
 from infinilora.pool.group import EmptySlot, ForgetDigest, Order, StageSlot
 from infinilora.pool.loader import Lanes, Loader, Target
 from infinilora.pool.pace import Pace
 from infinilora.pool.pages import PAGE_BYTES
-from infinilora.pool.pool import PoolConfig, PoolKernels, PoolLoad, tiers_of
 from infinilora.pool.retire import RetireQueue
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.share import Share
@@ -74,7 +74,7 @@ class FollowerPool:
         self._tenancies: dict[int, _Tenancy] = {}
         self._slots: dict[Digest, int] = {}
         self._grants: dict[str, Grants] = {}
-        self._tiers = tiers_of(config, blobs)
+        self._tiers = config.tiers(blobs)
         lanes = Lanes(near=config.loader_threads, far=config.fetch_threads)
         self._pace = Pace(config.load_share)
         self._loader = Loader(
@@ -124,8 +124,7 @@ class FollowerPool:
 
     def tier_bytes(self) -> dict[str, int]:
         """As `AdapterPool.tier_bytes`."""
-        host = self._tiers.host
-        return {"disk": self._tiers.cache.used_bytes, "host": host.used_bytes if host else 0}
+        return self._tiers.used_bytes()
 
     def check_idle(self) -> None:
         """Raise AssertionError if a load or a tenancy is left."""
@@ -238,15 +237,9 @@ class FollowerPool:
 
     def _places(self, tenancy: _Tenancy, held: Manifest) -> list[torch.Tensor]:
         """The memory of each layer, where the head put it. Raises AdapterFailed for an adapter of another base."""
-        wanted = self._config
-        if held.base != wanted.base or held.num_layers != wanted.num_layers:
-            raise AdapterFailed(
-                f"adapter {tenancy.digest} is of base {held.base} with {held.num_layers} layers; "
-                f"this shard serves {wanted.base} with {wanted.num_layers}"
-            )
-        sizes = [0] * (held.num_layers + 1)
-        for entry in held.sites:
-            sizes[entry.layer] += entry.num_bytes
+        if error := self._config.misfit(tenancy.digest, held):
+            raise error
+        sizes = held.layer_bytes()
         ends = [start * PAGE_BYTES + size for start, size in zip(tenancy.starts, sizes, strict=True)]
         if max(ends) > len(self._memory):
             raise Internal(f"the head places {tenancy.digest} up to byte {max(ends)} of {len(self._memory)}")

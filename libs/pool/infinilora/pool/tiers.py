@@ -289,6 +289,10 @@ class Tiers:
         source.begin_caching()
         return source
 
+    def used_bytes(self) -> dict[str, int]:
+        """What they hold: `disk` (of all processes that share the directory) and `host`."""
+        return {"disk": self.cache.used_bytes, "host": self.host.used_bytes if self.host else 0}
+
     def forget(self, digest: Digest) -> None:
         """Remove it from every tier of this host. What is open is read to its end. Idempotent."""
         if self.host:

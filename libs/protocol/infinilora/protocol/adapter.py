@@ -193,6 +193,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             masks[entry.layer] |= 1 << entry.site
         return tuple(masks)
 
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer; lm_head is the last."""
+        sizes = [0] * (self.num_layers + 1)
+        for entry in self.sites:
+            sizes[entry.layer] += entry.num_bytes
+        return tuple(sizes)
+
 
 class PartSpan(msgspec.Struct, frozen=True):
     """Byte offsets of a part's A, Bt and vectors from the start of its block; -1: the part has no such vector."""
