@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Kind
 from infinilora.link.open import LinkSettings, Opener
+from infinilora.link.server_end import Call, ServerEnd
 from infinilora.protocol import lora_pb2
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError
 from infinilora.protocol.ids import PROTOCOL_VERSION

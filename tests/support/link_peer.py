@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from infinilora.link import shm
-from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.layout import SECRET_BYTES, create_ring_file
 from infinilora.link.open import LinkSettings, Opener
+from infinilora.link.server_end import Call, ServerEnd
 
 
 def main() -> None:

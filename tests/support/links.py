@@ -12,11 +12,12 @@ from torch import Tensor
 
 from infinilora.kernels import native
 from infinilora.link import rdma, shm, tcp
-from infinilora.link.ends import Call, EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Kind
 from infinilora.link.layout import attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
+from infinilora.link.server_end import Call, ServerEnd
 from infinilora.protocol.errors import AdapterFailed
 from support.loopback_fabric import loopback_fabric
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import PlanSegment
 from infinilora.link.open import LinkSettings, Offers, attach
 from infinilora.lora_server.leases import SERVICE

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinilora.link import shm
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.frame import PlanSegment
 from infinilora.link.layout import attach_ring_file

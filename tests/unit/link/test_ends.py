@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinilora.link.ends import Call, EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkRefused, LinkTimeout
 from infinilora.link.frame import Kind, PlanSegment, column_slices
+from infinilora.link.server_end import Call, ServerEnd
 from infinilora.protocol.errors import InvalidRequest
 from support.links import KINDS, REFUSED_LAYER, Answering, answer, ends, linked, random_rows, rule
 

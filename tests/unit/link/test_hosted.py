@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import Header, Kind
 from infinilora.link.hosted import HostedEnd
 from infinilora.link.open import LinkSettings, Offers, Opener, attach

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.narrow import Narrowing, is_narrow, narrowed, row_bytes, widened
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
+from infinilora.link.server_end import ServerEnd
 from support.links import Answering, random_rows
 
 SLACK = 1 + 2.0**-15

@@ -10,10 +10,11 @@ import torch
 from typing_extensions import override
 
 from infinilora.link import rdma
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkTimeout
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
 from infinilora.link.rdma import Fabric
+from infinilora.link.server_end import ServerEnd
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 from support.links import Answering, random_rows, rule
 from support.loopback_fabric import LoopbackTransport, loopback_fabric

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkRefused, LinkTimeout
 from infinilora.link.frame import DTYPE_CODES, Flag, Header, Kind
 from infinilora.protocol.errors import Internal, InvalidRequest

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from infinilora.kernels.batch import Part
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import PlanSegment
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
 from infinilora.lora_server.carried import CarryingKernels

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from infinilora.kernels.batch import Part
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import DTYPES, Header, Kind, PlanSegment
 from infinilora.link.open import LinkSettings, Offers, Opener, attach

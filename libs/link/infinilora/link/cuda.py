@@ -25,12 +25,13 @@ from infinilora.kernels.mailbox import MISPLACED, NUM_COUNTERS, REFUSED, TIMED_O
 from infinilora.link.beside import EngineBeside, ServerBeside
 from infinilora.link.control import MAX_BODY_BYTES, ControlStream, check_plan, receive_exactly
 from infinilora.link.cuda_driver import HANDLE_BYTES, Region, Regions
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkError, LinkRefused, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned
 from infinilora.link.layout import Arena, State
 from infinilora.link.outstanding import Outstanding
 from infinilora.link.ports import Ticket, checked, refusal
+from infinilora.link.server_end import ServerEnd
 from infinilora.link.staging import DEVICE_AT, Staging
 from infinilora.protocol.errors import Internal, InvalidRequest
 

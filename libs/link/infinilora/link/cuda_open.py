@@ -15,9 +15,9 @@ from pathlib import Path
 from infinilora.link import tcp
 from infinilora.link.cuda import CudaEngineEnd, Shape, engine_end, lend, server_end
 from infinilora.link.cuda_driver import HANDLE_BYTES, Region, Regions
-from infinilora.link.ends import ServerEnd
 from infinilora.link.errors import LinkTimeout
 from infinilora.link.listener import TcpListener
+from infinilora.link.server_end import ServerEnd
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.ports import Ticket
 
 

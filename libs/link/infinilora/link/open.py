@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinilora.link import shm, tcp
-from infinilora.link.ends import NARROW_LIMIT_BYTES, EngineEnd, ServerEnd
+from infinilora.link.engine_end import NARROW_LIMIT_BYTES, EngineEnd
 from infinilora.link.frame import MAX_RUNS
 from infinilora.link.hosted import HostedEnd
 from infinilora.link.layout import SECRET_BYTES, RingFile, attach_ring_file, create_ring_file
 from infinilora.link.listener import TcpListener
 from infinilora.link.narrow import Narrowing
+from infinilora.link.server_end import ServerEnd
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:

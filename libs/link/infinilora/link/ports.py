@@ -5,7 +5,7 @@
     Python ring             pyring.py   in any order         polling
     TCP stream              tcp.py      in order             poll(2)
 
-Ports know bytes, sequences and credit; ends.py knows tensors' shapes and steps.
+Ports know bytes, sequences and credit; the ends know tensors' shapes and steps.
 """
 
 import time

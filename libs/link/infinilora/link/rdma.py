@@ -23,11 +23,12 @@ from typing_extensions import override
 
 from infinilora.link.beside import EngineBeside, ServerBeside
 from infinilora.link.control import MAX_BODY_BYTES, ControlStream, check_plan, receive_exactly
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned
 from infinilora.link.layout import Arena, State
 from infinilora.link.ports import Ticket, checked, refusal
+from infinilora.link.server_end import ServerEnd
 from infinilora.link.staging import DEVICE_AT, Staging
 
 PATIENCE_S = 5.0

@@ -1,4 +1,4 @@
-"""How the tensors of a site call lie, and what they must agree with: what ends.py checks and cuts by."""
+"""How the tensors of a site call lie, and what they must agree with: what engine_end.py checks and cuts by."""
 
 import torch
 from torch import Tensor

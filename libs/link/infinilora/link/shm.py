@@ -1,10 +1,11 @@
 """The `shm` back-end: two processes of one host and one file. Chooses between the native and the Python port."""
 
 from infinilora.kernels import native
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.layout import RingFile
 from infinilora.link.pyring import PythonEnginePort, PythonServerPort, can_order_stores
 from infinilora.link.ring import NativeEnginePort, NativeServerPort, RingLibrary
+from infinilora.link.server_end import ServerEnd
 
 SPIN_S = 30e-6
 """How long a waiter polls before it sleeps: about one round trip. On few cores, longer steals from the peer."""

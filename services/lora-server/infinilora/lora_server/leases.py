@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from infinilora.link.ends import ServerEnd
 from infinilora.link.open import Opener, Opening
+from infinilora.link.server_end import ServerEnd
 from infinilora.lora_server.carried import CarryingKernels
 from infinilora.lora_server.outbox import Outbox
 from infinilora.lora_server.serve import LinkThread

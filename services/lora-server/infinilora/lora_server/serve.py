@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from infinilora.kernels.allocation import is_out_of_memory
 from infinilora.kernels.step import NativeStep
-from infinilora.link.ends import Call, ServerEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Flag, Header, Kind, Run
+from infinilora.link.server_end import Call, ServerEnd
 from infinilora.link.times import SiteTimes
 from infinilora.pool.execute import Grants, SiteCall, SiteKernels, StepWork, TenancyRows, execute
 from infinilora.protocol.adapter import MOE_SITES, Site

@@ -24,7 +24,7 @@ from infinilora.bench.floors import read_bandwidth
 from infinilora.bench.link_trips import COLS, CORES, SITE, STEP, WARM_UP, linked, memcpy_gb_s, pin, round_trips
 from infinilora.kernels.batch import Part, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import Header, Kind, PlanSegment
 
 SMALL, LARGE = 4 << 10, 4 << 20

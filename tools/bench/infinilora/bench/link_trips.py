@@ -17,10 +17,11 @@ import torch
 
 from infinilora.kernels.batch import Part, segment_table
 from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.link.ends import EngineEnd, ServerEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed
 from infinilora.link.frame import Header, Kind, PlanSegment
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
+from infinilora.link.server_end import ServerEnd
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import Internal
 

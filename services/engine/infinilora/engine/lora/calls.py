@@ -21,7 +21,7 @@ from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.layout import KEPT_WINDOWS, Layout, Range, Span
 from infinilora.link import ports
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import MAX_RUNS, Flag, Header, Kind, PlanSegment, column_slices
 from infinilora.link.shapes import dtype_code
 from infinilora.pool.slices import WHOLE, SiteSlice, SiteSlices

@@ -17,7 +17,7 @@ from infinilora.engine.lora.grouplink import GroupLink
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.layout import Range, Span
 from infinilora.link import ports
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.frame import Flag, Header
 from infinilora.protocol.adapter import Site, SiteGeometry
 from infinilora.protocol.shards import Sharding

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from infinilora.engine.lora.interface import COMPUTED_SITES
-from infinilora.link.ends import EngineEnd
+from infinilora.link.engine_end import EngineEnd
 from infinilora.link.errors import LinkClosed, LinkNotOpened
 from infinilora.link.open import LinkSettings, Offers, attach
 from infinilora.protocol import lora_pb2
