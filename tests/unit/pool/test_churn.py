@@ -111,6 +111,8 @@ def churn(work: Path, *, num_engines: int, rounds: int) -> None:
     for adapter in adapters:
         pool.evict(adapter.digest)
     wait_until(lambda: pool.load().bytes_free == pool.load().bytes_total, "all memory to come back")
+    # A load that has no memory yet may still be on a thread that reads its header.
+    wait_until(lambda: pool._loader.num_loads == 0, "loads that nobody wants to end")
     pool.check_idle()
     pool.close()
     assert not deaths

@@ -551,16 +551,6 @@ def test_a_pool_tells_what_it_has_what_is_on_its_way_and_what_failed(house: Hous
     assert pool.load().failed == ()
 
 
-def test_an_adapter_of_another_base_fails_and_nothing_of_it_is_loaded(house: House) -> None:
-    adapter = house.pack(1, moe=True)
-    pool = house.pool()
-    error = lost(pool, adapter.digest)
-    assert isinstance(error, AdapterFailed)
-    assert f"this pool serves {CARD.fingerprint}" in str(error)
-    pool.check_idle()
-    assert not house.kernels.bound
-
-
 def test_an_adapter_that_no_pool_of_this_size_can_hold_has_failed_for_good(house: House) -> None:
     adapter = house.pack(1, rank=64)
     pool = house.pool(capacity_bytes=4096)
