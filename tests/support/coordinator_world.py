@@ -72,10 +72,12 @@ class World:
         self.commands: list[tuple[str, Command]] = []
         self._seq = 0
 
-    async def register(self, name: str, digest: Digest, num_bytes: int = 10, *, pinned: bool = False) -> None:
+    async def register(
+        self, name: str, digest: Digest, num_bytes: int = 10, *, pinned: bool = False, base: Fingerprint = BASE
+    ) -> None:
         version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=num_bytes, max_rank=8)
         record = AdapterRecord(
-            tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,), pinned=pinned
+            tenant="default", name=name, base=base, revision=1, current=digest, versions=(version,), pinned=pinned
         )
         await self.store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
 
@@ -91,12 +93,13 @@ class World:
         incarnation: str = "x",
         state: ProcessState = "ready",
         rows_per_s: float = 0.0,
+        base: Fingerprint = BASE,
     ) -> None:
         self._seq += 1
         load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident, rows_per_s=rows_per_s)
         beat = Beat(
             kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
-            base=BASE, group=group, load=load,
+            base=base, group=group, load=load,
         )  # fmt: skip
         await self.bus.publish(subjects.heartbeat("lora-server", beat.id), beat)
         seq = self._seq

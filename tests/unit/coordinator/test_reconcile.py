@@ -26,10 +26,12 @@ from infinilora.protocol.control import (
     PlacementPart,
     Stage,
 )
-from infinilora.protocol.ids import digest_of
+from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.memory import MemoryBus
 from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, World, a_world, stamp
 from support.waiting import eventually
+
+OTHER = Fingerprint(digest_of(b"other base"))
 
 
 class InterruptedBus(MemoryBus):
@@ -231,6 +233,50 @@ async def test_a_server_that_does_not_answer_is_not_asked_on_and_on() -> None:
         await world.beat("g1", incarnation="y")
         await world.reconciler.round()
         assert [command.body for _, command in world.commands] == [Stage(digest=B)]
+
+
+async def of_two_bases(world: World, *, rounds: int) -> list[tuple[str, object]]:
+    """What the groups `g1` and `h1` are told, that never get what they are asked to stage."""
+    for group in ("g1", "h1"):
+        await world.obey(group)
+    await world.register("one", A)
+    await world.register("two", B)
+    await world.register("other", C, base=OTHER)
+    for digest, requests in ((A, 3), (B, 2), (C, 3)):
+        await world.warm(digest, requests)
+    await world.leadership.step()
+    for _ in range(rounds):
+        await world.beat("g1")
+        await world.beat("h1", base=OTHER)
+        await world.reconciler.round()
+    return [(group, command.body) for name in ("g1", "h1") for group, command in world.commands if group == name]
+
+
+async def test_a_group_is_asked_for_so_many_at_a_time_whatever_other_bases_there_are() -> None:
+    async with a_world(policy=replace(POLICY, max_hints=1)) as world:
+        assert await of_two_bases(world, rounds=3) == [("g1", Stage(digest=A)), ("h1", Stage(digest=C))]
+
+
+async def test_a_group_that_has_failed_at_an_adapter_is_left_alone_whatever_other_bases_there_are() -> None:
+    async with a_world(policy=replace(POLICY, move_s=0, hint_pause_s=0, max_hints=1)) as world:
+        told = await of_two_bases(world, rounds=2)
+        assert told == [("g1", Stage(digest=A)), ("g1", Stage(digest=B)), ("h1", Stage(digest=C))]
+
+
+async def test_pins_are_not_told_one_by_one_to_a_server_that_does_not_answer() -> None:
+    async with a_world() as world:
+        tried = world.reconciler.metrics.commands.labels(body="pin", outcome="unavailable")._value
+        for name, digest in (("one", A), ("two", B), ("three", C)):
+            await world.register(name, digest, pinned=True)
+        await world.leadership.step()
+        for _ in range(2):
+            await world.beat("g1", resident=(A, B, C))
+            await world.reconciler.round()
+        assert tried.get() == 1
+        await world.obey("g1")
+        await world.beat("g1", resident=(A, B, C), incarnation="y")
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Pin(digest=d, pinned=True) for d in (A, B, C)]
 
 
 async def test_a_pinned_adapter_is_staged_without_heat() -> None:

@@ -93,13 +93,12 @@ class Attempts:
 
         `lives`: the incarnation of each group's server; a new one is asked whatever became of the one before.
         """
-        silent = {group for group, (life, _) in self._silent.items() if (lives or {}).get(group) == life}
         under_way: dict[str, int] = defaultdict(int)
         for group, _ in self._asked:
             under_way[group] += 1
         taken = []
         for hint in wanted:
-            if hint.group in silent:
+            if self.is_silent(hint.group, (lives or {}).get(hint.group)):
                 continue
             is_repeated = (hint.group, hint.digest) in self._asked
             if hint not in self._given and (is_repeated or under_way[hint.group] < self._max_under_way):
@@ -110,6 +109,10 @@ class Attempts:
             if hint.action == "stage":
                 self._asked.setdefault((hint.group, hint.digest), now)
         return taken
+
+    def is_silent(self, group: str, life: str | None) -> bool:
+        """Whether this life of a group's server is to be left alone still, as of the latest look."""
+        return group in self._silent and self._silent[group][0] == life
 
     def unanswered(self, group: str, life: str, now: float) -> None:
         """Nobody has answered a command to this life of a group's server."""

@@ -175,6 +175,7 @@ class Reconciler:
             elif not self._members.is_frozen:
                 await self._say_deaths(epoch)
                 if self.frozen is None:
+                    self._attempts.look(self._resident("ready"), self._clock())
                     for base in sorted(self._bases()):
                         await self._reconcile(base, epoch)
                 await self.drains.round({**self.engines(), **self.heads()}, self._tables(), epoch)
@@ -221,11 +222,7 @@ class Reconciler:
 
     def _look_for_losses(self) -> None:
         """Standbys too, so that a leader's death and a group's at once are not one too many."""
-        resident = {
-            group: frozenset(member.beat.load.resident)
-            for group, member in self.heads("ready", "draining").items()
-            if isinstance(member.beat.load, GroupLoad)
-        }
+        resident = self._resident("ready", "draining")
         dead = {
             m.beat.group: m.heard_at
             for m in self._members.all()
@@ -245,6 +242,11 @@ class Reconciler:
         """For each group that is not dead, the process that speaks for it, if it is in one of these states (any)."""
         there = [m for m in self._members.all() if m.beat.kind == "lora-server" and m.health != "dead"]
         return {member.beat.group: member for member in reversed(there) if not states or member.beat.state in states}
+
+    def _resident(self, *states: ProcessState) -> dict[str, frozenset[Digest]]:
+        """What is in the pool of each group in one of these states, whatever its base."""
+        loads = ((group, member.beat.load) for group, member in self.heads(*states).items())
+        return {group: frozenset(load.resident) for group, load in loads if isinstance(load, GroupLoad)}
 
     def engines(self) -> dict[str, Member]:
         """Those that are not dead, by id."""
@@ -277,14 +279,13 @@ class Reconciler:
         plan = await self._plan(base, adapters)
         latest = self.heat.latest
         heat = {a.digest: max(a.rps, latest.get(a.digest, 0.0)) for a in adapters if a.rps > 0 or a.is_pinned}
-        self._attempts.look(resident, self._clock())
         failed = self._attempts.failed
         now_told = table(plan, told, resident, heat.keys(), failed)
         if now_told != told and not await self._write(base, now_told, written, epoch):
             return
         wanted = hints(now_told, resident, heat, self.registry.digests(), failed)
         await self._hint(wanted + self._prefetch(adapters, now_told, resident, loads), servers, epoch)
-        await self._pins.round(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
+        await self._pin(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
 
     def _servers(self, base: Fingerprint) -> dict[str, Member]:
         return {group: member for group, member in self.heads("ready").items() if member.beat.base == base}
@@ -388,6 +389,12 @@ class Reconciler:
         async with asyncio.TaskGroup() as tasks:
             for hint in self._attempts.take(wanted, self._clock(), lives):
                 tasks.create_task(self._give(hint, servers[hint.group], epoch))
+
+    async def _pin(self, servers: dict[str, Member], told: Table, pinned: set[Digest], epoch: int) -> None:
+        lives = {group: server.beat.incarnation for group, server in servers.items()}
+        answering = {group: s for group, s in servers.items() if not self._attempts.is_silent(group, lives[group])}
+        for group in await self._pins.round(answering, told, pinned, epoch):
+            self._attempts.unanswered(group, lives[group], self._clock())
 
     async def _give(self, hint: Hint, server: Member, epoch: int) -> None:
         body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
