@@ -192,6 +192,25 @@ def test_the_first_request_for_a_base_that_nobody_asked_for_before_is_new() -> N
     assert meters.read(report("a", 1)) == {BASE: 1}
 
 
+def test_every_gateway_of_a_large_fleet_is_counted() -> None:
+    meters, gateways = Meters(), [f"g{number}" for number in range(1000)]
+    for total in (1, 3):
+        new = [meters.read(Traffic(gateway=one, incarnation="i", arrivals={BASE: total})) for one in gateways]
+    assert new == [{BASE: 2}] * len(gateways)
+
+
+def test_a_stream_that_goes_on_for_long_while_nobody_comes_calls_for_no_fleet() -> None:
+    """A request in half of the buckets, then one that stays for half an hour alone."""
+    demand, dice = Demand(bucket_s=20.0, horizon=6, season=4320), random.Random(7)
+    for bucket in range(300):
+        if bucket < 200 and dice.random() < 0.5:
+            demand.arrived(1)
+        demand.sample(1.0)
+        demand.step()
+    assert demand.ahead().upper > 0, "one may come"
+    assert demand.in_flight_ahead() <= 32
+
+
 # Traffic on a virtual clock, of seeds that no constant was chosen on (those were 1000 to 1099). How many more fare is a
 # soak of its own, and in docs/log.md.
 

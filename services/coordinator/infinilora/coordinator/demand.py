@@ -11,8 +11,9 @@ from infinilora.coordinator.history import AVERAGED, kept
 from infinilora.protocol.ids import Fingerprint
 from infinilora.protocol.traffic import Traffic
 
-REMEMBERED = 64
-"""Lives of gateways whose meters are kept; the one that was read longest ago goes first."""
+REMEMBERED = 10_000
+"""Lives of gateways whose meters are kept; the one that was read longest ago goes first. Of a fleet of more gateways
+than this nothing would ever be counted: each would be forgotten before it is read again."""
 WEIGHT = 0.1
 """Of the latest bucket in the averages that Little's law is applied to."""
 IDLE = 1e-9
@@ -103,8 +104,12 @@ class Demand:
 
     @property
     def residence_s(self) -> float:
-        """How long a request stays, by Little's law; 0 while none has come."""
-        return self._in_flight / self._rate if self._rate > IDLE else 0.0
+        """How long a request stays, by Little's law; 0 while none has come.
+
+        Where fewer than one has come in the time that the means are of, one is reckoned with: what stays on while
+        nobody comes would else seem to stay for ever, and a single request ahead to need all that there is.
+        """
+        return self._in_flight / max(self._rate, WEIGHT / self.bucket_s) if self._rate > IDLE else 0.0
 
     @property
     def rate(self) -> float:
