@@ -335,6 +335,22 @@ async def test_what_is_forgotten_takes_no_room_and_a_write_takes_out_a_bounded_n
         assert left == [len(old) - heat.FORGOTTEN + 1, 1, 1]
 
 
+@pytest.mark.integration
+async def test_heat_that_was_counted_while_the_servers_clock_was_ahead_is_counted_anew(
+    redis_server: ValkeyServer, key: str
+) -> None:
+    half_lives = at(key, 10)
+    async with RedisStore(redis_server.url) as store, redis.asyncio.Redis.from_url(redis_server.url) as client:
+        ahead = await store.add_heat(half_lives, {B: 1}) + 86_400
+        await client.zadd(f"{key}:10", {str(A): heat.score_of(1, ahead, 10), str(C): heat.score_of(1, ahead, 10)})
+        assert [set(found) for found in await store.heat(half_lives, 10)] == [{B}]
+        await store.add_heat(half_lives, {A: 3})
+        (found,) = await store.heat(half_lives, 10)
+        assert set(found) == {A, B}
+        assert found[A] <= 3 * math.log(2) / 10
+        assert await client.zcard(f"{key}:10") == 2
+
+
 # Leases
 
 

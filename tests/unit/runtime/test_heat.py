@@ -7,6 +7,7 @@ import pytest
 
 from infinilora.protocol.ids import digest_of
 from infinilora.runtime.heat import COLD, added, cold_below, rates, score_of
+from infinilora.runtime.memory import MemoryStore
 
 A, B = digest_of(b"a"), digest_of(b"b")
 
@@ -26,6 +27,23 @@ def test_the_order_of_additions_does_not_matter_nor_how_far_apart_they_are() -> 
     for order in (scores, scores[::-1]):
         found = rates([(A, reduce(added, order))], 9e9 + 20, 10)
         assert found[A] == pytest.approx(exact * math.log(2) / 10, rel=1e-6)
+
+
+def test_heat_of_a_clock_that_was_set_back_is_not_believed() -> None:
+    """By a day: as numbers such rates would be beyond any float's range."""
+    scores = [(A, score_of(1, 86_400.0, 10)), (B, score_of(1, 0.0, 10))]
+    assert set(rates(scores, 0.0, 10)) == {B}
+
+
+async def test_what_was_counted_on_a_clock_that_was_set_back_is_counted_anew() -> None:
+    now = 1e6
+    store = MemoryStore(clock=lambda: now)
+    await store.add_heat({"heat": 10.0}, {A: 1000, B: 1})
+    now = 0.0
+    assert await store.heat({"heat": 10.0}, 10) == [{}]
+    await store.add_heat({"heat": 10.0}, {A: 3})
+    (found,) = await store.heat({"heat": 10.0}, 10)
+    assert found == {A: pytest.approx(3 * math.log(2) / 10)}
 
 
 def test_what_has_decayed_to_less_than_a_thousandth_is_cold() -> None:

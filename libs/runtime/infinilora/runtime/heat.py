@@ -18,6 +18,9 @@ LANDMARK_S = 1_767_225_600
 """2026-01-01, in seconds since 1970: scores stay small, and so exact, for some decades."""
 COLD = 1e-3
 """What has decayed to fewer requests than this is forgotten: ten half-lives after a single one."""
+MOST = 2.0**30
+"""Decayed requests that nobody has: a score of more was made on a clock that has been set back since. Those are not
+believed, and are taken out by the next addition: what is added to one would not show for as long as it was set back."""
 FORGOTTEN = 1000
 """Cold ones that one addition takes out, at most: more than it adds, so that they never pile up."""
 
@@ -38,14 +41,19 @@ def cold_below(now: float, half_life_s: float) -> float:
     return log2(COLD) + now / half_life_s
 
 
+def believed_below(now: float, half_life_s: float) -> float:
+    """The score from which on nothing is believed now."""
+    return log2(MOST) + now / half_life_s
+
+
 def rates(ranked: Iterable[tuple[Digest, float]], now: float, half_life_s: float) -> dict[Digest, float]:
-    """Decayed requests per second of those that are not cold, from their scores, in the order that they come in.
+    """Decayed requests per second of those that are not cold, and believed, from their scores, in the order given.
 
     A steady rate r ends at a decayed count of r * half_life / ln 2.
     """
-    cold = cold_below(now, half_life_s)
+    cold, most = cold_below(now, half_life_s), believed_below(now, half_life_s)
     return {
         digest: float(2 ** (score - now / half_life_s) * log(2) / half_life_s)
         for digest, score in ranked
-        if score >= cold
+        if cold <= score < most
     }

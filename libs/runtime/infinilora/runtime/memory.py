@@ -214,7 +214,8 @@ class MemoryStore:
         self._check_connected()
         now = self._clock()
         for key, half_life_s in half_lives.items():
-            scores, cold = self._heat.get(key, {}), heat.cold_below(now, half_life_s)
+            cold, most = heat.cold_below(now, half_life_s), heat.believed_below(now, half_life_s)
+            scores = {digest: score for digest, score in self._heat.get(key, {}).items() if score < most}
             for digest, count in counts.items():
                 score = heat.score_of(count, now - age_s, half_life_s)
                 scores[digest] = heat.added(scores[digest], score) if digest in scores else score

@@ -45,15 +45,16 @@ return #marked / 2
 """
 
 # heat.py says what a score is. KEYS: a sorted set for each half-life. ARGV: the landmark, how long ago these requests
-# came, how many are forgotten at most, the logarithm of what is cold; the half-lives; then digests, each with the
-# logarithm of its count. Returns when they came, on the server's clock.
+# came, how many are forgotten at most, the logarithms of what is cold and of what is not believed; the half-lives; then
+# digests, each with the logarithm of its count. Returns when they came, on the server's clock.
 ADD_HEAT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) - tonumber(ARGV[1]) + tonumber(time[2]) / 1e6
 local came_at = now - tonumber(ARGV[2])
 for k, key in ipairs(KEYS) do
-  local half_life = tonumber(ARGV[4 + k])
-  for i = 5 + #KEYS, #ARGV, 2 do
+  local half_life = tonumber(ARGV[5 + k])
+  redis.call('ZREMRANGEBYSCORE', key, string.format('%.17g', tonumber(ARGV[5]) + now / half_life), '+inf')
+  for i = 6 + #KEYS, #ARGV, 2 do
     local score, held = tonumber(ARGV[i + 1]) + came_at / half_life, redis.call('ZSCORE', key, ARGV[i])
     if held then
       held = tonumber(held)

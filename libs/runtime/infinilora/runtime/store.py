@@ -270,7 +270,7 @@ class RedisStore:
         came_at, pairs = 0.0, list(counts.items())
         for start in range(0, len(pairs), READ_BATCH):
             batch = [part for digest, count in pairs[start : start + READ_BATCH] for part in (digest, log2(count))]
-            constants = (heat.LANDMARK_S, age_s, heat.FORGOTTEN, log2(heat.COLD))
+            constants = (heat.LANDMARK_S, age_s, heat.FORGOTTEN, log2(heat.COLD), log2(heat.MOST))
             async with self._deadline():
                 said = await self._add_heat(keys=list(half_lives), args=[*constants, *half_lives.values(), *batch])
             came_at = float(said)
