@@ -11,6 +11,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import UsageEvent
+from infinilora.protocol.errors import AdapterFailed, Overloaded
+from infinilora.protocol.traffic import Tally, Traffic, merged
 from infinilora.runtime.telemetry import Telemetry
 from support.gateway_house import House, open_house
 from support.scripted_engine import ScriptedEngine
@@ -81,6 +83,21 @@ async def test_heat_is_added_once_a_request_for_adapters_only(tmp_path: Path) ->
                 await asyncio.sleep(0.05)
         assert [list(heat) for heat in found] == [[digest], [digest]]
         assert found[1][digest] == pytest.approx(3 * 0.693 / 60, rel=0.2)
+
+
+async def test_what_fails_for_us_has_missed_its_slo_and_what_fails_by_itself_has_not(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        digest = await house.seed("a1")
+        reports = house.bus.subscribe(subjects.TRAFFIC, Traffic)
+        house.engine.refuse = [AdapterFailed("damaged"), Overloaded("full")]
+        codes = [(await house.complete("a1", prompt=[5], max_tokens=1)).status_code for _ in range(3)]
+        assert codes == [424, 503, 200]
+        tallies: list[Tally] = []
+        async with asyncio.timeout(5):
+            while sum(tally.ttft.count for tally in tallies if tally.digest is None) < 2:
+                tallies += (await anext(reports)).tallies
+        for tally in merged(tallies).values():
+            assert (tally.digest in (None, digest), tally.ttft.count, tally.ttft.within(1000.0)) == (True, 2, 1)
 
 
 async def test_engines_report_what_is_resident(tmp_path: Path) -> None:

@@ -44,6 +44,15 @@ def test_times_are_those_from_receipt_to_first_token_and_between_tokens() -> Non
     assert not made.report().tallies
 
 
+def test_what_failed_before_its_first_token_is_later_than_any_objective() -> None:
+    made = reports()
+    made.failed(TO_A, "standard")
+    tallies = {tally.digest: tally for tally in made.report().tallies}
+    assert set(tallies) == {None, A}
+    for tally in tallies.values():
+        assert (tally.slo_class, tally.ttft.count, tally.ttft.within(1000.0), tally.tpot.count) == ("standard", 1, 0, 0)
+
+
 def test_a_report_has_the_busiest_adapters_and_every_class() -> None:
     made = reports()
     pace = [Pace(first_s=1.0, last_s=1.0, num_tokens=1)]

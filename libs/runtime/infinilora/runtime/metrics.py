@@ -339,7 +339,7 @@ class CoordinatorMetrics:
         )
         self.attainment = Gauge(
             "infinilora_slo_attainment",
-            "Share of the requests of the last five minutes that were within the objective.",
+            "Share of the requests of the last five minutes that were within the objective, of the worst base.",
             ("slo_class", "metric"),
             registry=registry,
         )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from infinilora.coordinator.leader import Leadership
-from infinilora.coordinator.slo import Alarms, Judged, Objective, judge
+from infinilora.coordinator.slo import Alarms, Judged, Metric, Objective, judge
 from infinilora.coordinator.traffic import SHORT_PARTS, Watched
 from infinilora.protocol import subjects
-from infinilora.protocol.ids import Digest, Fingerprint
+from infinilora.protocol.ids import Digest, Fingerprint, SloClass
 from infinilora.protocol.traffic import Advice, SloAlert
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.metrics import CoordinatorMetrics
@@ -42,6 +42,8 @@ class SloControl:
         self._can_grow = can_grow
         self._metrics = metrics
         self._alarms = alarms
+        self._spoke_under: int | None = None
+        """The epoch under which all alerts that last have been said here."""
         self.judged: list[Judged] = []
 
     async def run(self) -> None:
@@ -57,6 +59,9 @@ class SloControl:
         epoch = self._leadership.holding
         if epoch is None:
             return
+        if epoch != self._spoke_under:  # what began under another leader, or under none, may be unsaid
+            changes = [(one, True) for one in self._alarms.firing.values()]
+            self._spoke_under = epoch
         for one, begins in changes:
             await self._say(one, epoch, is_firing=begins)
         advice = self._advice(epoch)
@@ -103,9 +108,13 @@ class SloControl:
         await self._bus.publish(subjects.SLO_ALERTS, alert)
 
     def _measure(self) -> None:
-        """Of classes; adapters are not labels here."""
+        """Of classes, each of the base that fares worst; adapters are no labels. What nobody asks for has none."""
+        shares: dict[tuple[SloClass, Metric], float] = {}
         for one in self.judged:
             if one.subject.digest is None:
-                labels = {"slo_class": one.subject.slo_class, "metric": one.subject.metric}
-                self._metrics.attainment.labels(**labels).set(one.long.share)
+                key = one.subject.slo_class, one.subject.metric
+                shares[key] = min(one.long.share, shares.get(key, 1.0))
+        self._metrics.attainment.clear()
+        for (slo_class, metric), share in shares.items():
+            self._metrics.attainment.labels(slo_class=slo_class, metric=metric).set(share)
         self._metrics.alerts.set(len(self._alarms.firing))

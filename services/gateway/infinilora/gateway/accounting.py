@@ -14,7 +14,14 @@ from infinilora.gateway.plan import Target
 from infinilora.gateway.reports import Reports
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.control import UsageEvent
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import (
+    AdapterLoading,
+    DeadlineExceeded,
+    InfiniLoraError,
+    Internal,
+    Overloaded,
+    Unavailable,
+)
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.metrics import GatewayMetrics
@@ -24,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 HEAT_FLUSH_S = 1.0
 MAX_LABELS = 20
+OURS = (AdapterLoading, DeadlineExceeded, Internal, Overloaded, Unavailable)
+"""Failures that say how the system is, and nothing of the request or its adapter."""
 
 
 class Accounting:
@@ -58,6 +67,11 @@ class Accounting:
         if len(self._labels) < MAX_LABELS and target.full_name not in self._labels:
             self._labels.append(target.full_name)
             self._metrics.adapters.set(self._labels)
+
+    def failed(self, answer: Answer, error: InfiniLoraError) -> None:
+        """A request was refused, or given up. One that failed for us before its first token has missed its SLO."""
+        if isinstance(error, OURS) and not answer.totals.completion_tokens:
+            self._reports.failed(answer.plan.target, answer.plan.body.slo_class or "standard")
 
     async def write_heat(self) -> None:
         """Add what has gathered, once a second. Runs for ever."""

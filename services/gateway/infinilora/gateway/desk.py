@@ -150,6 +150,7 @@ class Desk:
                         )
         except InfiniLoraError as error:
             code = error.code
+            self._accounting.failed(answer, error)
             raise
         except (asyncio.CancelledError, ClientGone):
             code = "client_gone"

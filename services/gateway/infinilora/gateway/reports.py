@@ -14,7 +14,7 @@ from infinilora.gateway.plan import Target
 from infinilora.protocol import subjects
 from infinilora.protocol.errors import Overloaded
 from infinilora.protocol.ids import Digest, Fingerprint, SloClass
-from infinilora.protocol.traffic import ADVICE_S, Advice, Tally, Traffic
+from infinilora.protocol.traffic import ADVICE_S, MOST_S, Advice, Tally, Traffic
 from infinilora.runtime.bus import Bus
 
 REPORT_S = 1.0
@@ -43,14 +43,16 @@ class Reports:
 
     def ended(self, target: Target, slo_class: SloClass, paces: list[Pace], started_s: float) -> None:
         """`paces` of the choices that have a first token."""
-        tallies = [self._tally((target.base, slo_class, None))]
-        if target.digest is not None:
-            tallies.append(self._tally((target.base, slo_class, target.digest)))
-        for tally in tallies:
+        for tally in self._tallies_of(target, slo_class):
             tally.ttft.add(min(pace.first_s for pace in paces) - started_s)
             for pace in paces:
                 if pace.num_tokens > 1:
                     tally.tpot.add((pace.last_s - pace.first_s) / (pace.num_tokens - 1))
+
+    def failed(self, target: Target, slo_class: SloClass) -> None:
+        """It has no first token, and is not to blame for it: later than any objective has it."""
+        for tally in self._tallies_of(target, slo_class):
+            tally.ttft.add(MOST_S)
 
     async def send(self) -> None:
         """At once, and then once a second. Runs for ever."""
@@ -72,8 +74,10 @@ class Reports:
             tallies=(*classes, *adapters[:MOST_ADAPTERS]),
         )
 
-    def _tally(self, key: Key) -> Tally:
-        return self._tallies.setdefault(key, Tally(*key))
+    def _tallies_of(self, target: Target, slo_class: SloClass) -> list[Tally]:
+        """Of its class, and of its adapter."""
+        keys: list[Key] = [(target.base, slo_class, digest) for digest in dict.fromkeys((None, target.digest))]
+        return [self._tallies.setdefault(key, Tally(*key)) for key in keys]
 
 
 class Advised:
