@@ -1,12 +1,12 @@
 """A Kubernetes API of one namespace on loopback: the scale subresource as apps/v1 has it, and who may use it.
 
 It answers as the real one does: 401 without the token, 404 of what is not there, 415 of a patch of no known type, a
-count of 0 left out, and a resourceVersion that every change raises.
+count of 0 left out, and a resourceVersion that every change raises; 409 of a patch of another version than is there.
 """
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,12 @@ class KubeApi:
     asked: list[tuple[str, str]] = field(default_factory=list)
     is_broken: bool = False
     version: int = 1
+    after_read: Callable[[], None] | None = None
+    """What somebody else does once a count has been read."""
+
+    def write(self, target: str, replicas: int) -> None:
+        self.replicas[target] = replicas
+        self.version += 1
 
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
         self.asked.append((method, path))
@@ -41,12 +47,17 @@ class KubeApi:
         if method == "PATCH":
             if headers.get("content-type") not in PATCHES:
                 return 415, status(415, "UnsupportedMediaType")
-            replicas = json.loads(body)["spec"]["replicas"]
+            patch = json.loads(body)
+            replicas, version = patch["spec"]["replicas"], patch.get("metadata", {}).get("resourceVersion")
             if not isinstance(replicas, int) or replicas < 0:
                 return 422, status(422, "Invalid")
-            self.replicas[target] = replicas
-            self.version += 1
-        return 200, self._scale(target)
+            if version not in (None, str(self.version)):
+                return 409, status(409, "Conflict")
+            self.write(target, replicas)
+        told = self._scale(target)
+        if method == "GET" and self.after_read is not None:
+            self.after_read()
+        return 200, told
 
     def _scale(self, target: str) -> dict[str, Any]:
         count = self.replicas[target]

@@ -20,6 +20,11 @@ def desired(engines: int, groups: int, *, shards: int = 1, model: str = "m") -> 
     return Desired(base=base, model=model, epoch=1, engines=engines, groups=groups, group_shards=shards)
 
 
+def leads() -> bool:
+    """Nobody has led since."""
+    return True
+
+
 def scaler(api: KubeApi, tmp_path: Path, *, token: str = TOKEN, model: str = "") -> KubernetesScaler:
     (tmp_path / "token").write_text(token + "\n")
     return KubernetesScaler(Cluster(api.url, NAMESPACE, tmp_path / "token", None), TARGETS, model=model)
@@ -28,8 +33,8 @@ def scaler(api: KubeApi, tmp_path: Path, *, token: str = TOKEN, model: str = "")
 async def test_replicas_are_set_and_left_alone_once_they_are_so(tmp_path: Path) -> None:
     with a_kube_api(engines=1, groups=1) as api:
         one = scaler(api, tmp_path)
-        await one.apply(desired(3, 1))
-        await one.apply(desired(3, 1))
+        await one.apply(desired(3, 1), leads)
+        await one.apply(desired(3, 1), leads)
     assert api.replicas == {"statefulsets/engines": 3, "statefulsets/groups": 1}
     assert [method for method, _ in api.asked].count("PATCH") == 1
 
@@ -37,19 +42,37 @@ async def test_replicas_are_set_and_left_alone_once_they_are_so(tmp_path: Path) 
 async def test_what_somebody_else_has_set_is_set_right(tmp_path: Path) -> None:
     with a_kube_api(engines=2, groups=1) as api:
         one = scaler(api, tmp_path)
-        await one.apply(desired(2, 1))
+        await one.apply(desired(2, 1), leads)
         api.replicas["statefulsets/engines"] = 7
-        await one.apply(desired(2, 1))
+        await one.apply(desired(2, 1), leads)
         assert api.replicas["statefulsets/engines"] == 2
+
+
+async def test_what_another_leader_sets_in_between_is_not_overwritten(tmp_path: Path) -> None:
+    """One that was stopped after it had read, and does not know yet that it leads no more."""
+    with a_kube_api(engines=3, groups=1) as api:
+        api.after_read = lambda: api.write("statefulsets/engines", 4)
+        with pytest.raises(Unavailable, match="answers PATCH statefulsets/engines with 409"):
+            await scaler(api, tmp_path).apply(desired(2, 1), leads)
+        assert api.replicas["statefulsets/engines"] == 4
+
+
+async def test_whoever_leads_no_more_writes_nothing(tmp_path: Path) -> None:
+    with a_kube_api(engines=3, groups=1) as api:
+        one = scaler(api, tmp_path)
+        await one.apply(desired(3, 1), lambda: False)
+        with pytest.raises(Unavailable, match="left to whoever leads now"):
+            await one.apply(desired(2, 1), lambda: False)
+        assert api.replicas["statefulsets/engines"] == 3
 
 
 async def test_to_zero_and_back(tmp_path: Path) -> None:
     """The API leaves a count of 0 out of its answer."""
     with a_kube_api(engines=1, groups=0) as api:
         one = scaler(api, tmp_path)
-        await one.apply(desired(0, 0))
+        await one.apply(desired(0, 0), leads)
         assert api.replicas == {"statefulsets/engines": 0, "statefulsets/groups": 0}
-        await one.apply(desired(1, 0))
+        await one.apply(desired(1, 0), leads)
         assert api.replicas["statefulsets/engines"] == 1
 
 
@@ -57,14 +80,14 @@ async def test_a_group_is_as_many_replicas_as_it_has_shards(tmp_path: Path) -> N
     with a_kube_api(engines=1, groups=4) as api:
         one = scaler(api, tmp_path)
         assert await one.present(desired(0, 0, shards=4)) == {"engines": 1, "groups": 1}
-        await one.apply(desired(1, 2, shards=4))
+        await one.apply(desired(1, 2, shards=4), leads)
         assert api.replicas["statefulsets/groups"] == 8
 
 
 async def test_another_models_workloads_are_left_alone(tmp_path: Path) -> None:
     with a_kube_api(engines=1, groups=1) as api:
         one = scaler(api, tmp_path, model="mine")
-        await one.apply(desired(5, 5, model="other"))
+        await one.apply(desired(5, 5, model="other"), leads)
         assert await one.present(desired(5, 5, model="other")) == {}
     assert not api.asked
 
@@ -73,9 +96,9 @@ async def test_a_token_that_was_changed_is_read_anew(tmp_path: Path) -> None:
     with a_kube_api(engines=1, groups=1) as api:
         one = scaler(api, tmp_path, token="old")
         with pytest.raises(Internal, match="refuses GET statefulsets/engines/scale with 401"):
-            await one.apply(desired(2, 1))
+            await one.apply(desired(2, 1), leads)
         (tmp_path / "token").write_text(TOKEN)
-        await one.apply(desired(2, 1))
+        await one.apply(desired(2, 1), leads)
         assert api.replicas["statefulsets/engines"] == 2
 
 
@@ -83,24 +106,24 @@ async def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with a_kube_api(engines=1) as api:
         one = scaler(api, tmp_path)
         with pytest.raises(Internal, match="groups/scale with 404"):
-            await one.apply(desired(1, 1))
+            await one.apply(desired(1, 1), leads)
         api.is_broken = True
         with pytest.raises(Unavailable, match="answers GET statefulsets/engines with 503"):
-            await one.apply(desired(1, 1))
+            await one.apply(desired(1, 1), leads)
 
 
 async def test_a_cluster_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     with a_kube_api(engines=1) as api:
         one = scaler(api, tmp_path)
     with pytest.raises(Unavailable, match="does not answer"):
-        await one.apply(desired(1, 1))
+        await one.apply(desired(1, 1), leads)
 
 
 async def test_an_answer_that_is_no_scale_is_refused(tmp_path: Path) -> None:
     with a_kube_api(engines=1, groups=1) as api:
         api.replicas["statefulsets/engines"] = "many"  # type: ignore[assignment]
         with pytest.raises(InfiniLoraError, match="no Scale"):
-            await scaler(api, tmp_path).apply(desired(1, 1))
+            await scaler(api, tmp_path).apply(desired(1, 1), leads)
 
 
 @pytest.mark.parametrize(

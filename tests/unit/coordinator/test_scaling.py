@@ -1,7 +1,7 @@
 """Rounds of scaling over memory twins: what is written, who is drained, when nothing is decided."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -48,13 +48,15 @@ class Told:
 
     def __init__(self, **present: int) -> None:
         self.counts: list[tuple[int, int]] = []
+        self.leads: Callable[[], bool] | None = None
         self.is_away = False
         self._present: dict[TierName, int] = {tier: present[tier] for tier in TIERS if tier in present}
 
-    async def apply(self, desired: Desired) -> None:
+    async def apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
         if self.is_away:
             raise Unavailable("away")
         self.counts.append((desired.engines, desired.groups))
+        self.leads = leads
 
     async def present(self, desired: Desired) -> dict[TierName, int]:
         if self.is_away:
@@ -271,6 +273,16 @@ async def test_an_operators_counts_are_kept(tmp_path: Path) -> None:
         assert desired.why == {"engines": "by hand", "groups": "by hand"}
 
 
+async def test_a_fact_that_cannot_be_read_leaves_the_counts_and_ends_no_process(tmp_path: Path) -> None:
+    async with a_world(tmp_path, Told()) as world:
+        await world.engine(0)
+        before = await world.counts()
+        await world.store.put(keys.SCALE, {"engines:m": "three"})
+        assert await world.counts() == before
+        await world.store.put(keys.SCALE, {"engines:m": 3})
+        assert (await world.counts())[0] == 3
+
+
 async def test_a_base_that_nobody_uses_has_no_engine_and_the_first_request_wakes_one(tmp_path: Path) -> None:
     async with a_world(tmp_path, Told(), least=0) as world:
         await world.engine(0)
@@ -317,6 +329,21 @@ async def test_a_deposed_leader_writes_no_count(tmp_path: Path) -> None:
         world.store._counters[keys.EPOCH] = 2  # another has led since
         await world.store.put(keys.SCALE, {"engines:m": 3})
         assert await world.counts() == (1, 1)
+
+
+async def test_what_is_carried_out_is_the_word_of_one_leadership(tmp_path: Path) -> None:
+    """One that was stopped on the way, and leads again when it wakes up, goes on with nothing of before."""
+    backend = Told()
+    async with a_world(tmp_path, backend) as world:
+        await world.engine(0)
+        await world.round()
+        assert backend.leads is not None
+        assert backend.leads()
+        await world.leadership.resign()
+        assert not backend.leads()
+        await world.leadership.step()
+        assert world.leadership.is_leading
+        assert not backend.leads()
 
 
 async def test_a_back_end_that_is_away_is_told_again(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 The API is the cluster's own (apps/v1, autoscaling/v1 `Scale`): read the present number, and only if it is another one,
 merge-patch `spec.replicas`. A service account with `get` and `patch` on `statefulsets/scale` is all that it needs.
+
+The API knows no epochs. So whoever would write asks whether it leads *after* it has read, and what it writes holds for
+the version that it has read only: a leader that was stopped in between is refused what another has changed since.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +29,14 @@ class _Replicas(msgspec.Struct):
     replicas: int = 0
 
 
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+
+
 class _Scale(msgspec.Struct):
     """What we read of an autoscaling/v1 Scale; a count of 0 is left out of it."""
 
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     spec: _Replicas = msgspec.field(default_factory=_Replicas)
 
 
@@ -69,35 +78,39 @@ class KubernetesScaler:
             ca_certs=ca, timeout=urllib3.Timeout(total=TIMEOUT_S), retries=False, maxsize=2
         )
 
-    async def apply(self, desired: Desired) -> None:
-        """Raises Unavailable while the API does not answer, Internal when it refuses."""
+    async def apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
+        """Raises Unavailable while the API does not answer, or another leads or has written; Internal if it refuses."""
         if self._model in ("", desired.model):
-            await asyncio.to_thread(self._apply, desired)
+            await asyncio.to_thread(self._apply, desired, leads)
 
     async def present(self, desired: Desired) -> dict[TierName, int]:
         """Whole groups count: one that lacks a shard is being made, or unmade."""
         if self._model not in ("", desired.model):
             return {}
         found = await asyncio.to_thread(lambda: {tier: self._get(target) for tier, target in self._targets.items()})
-        return {tier: count // _each(desired, tier) for tier, count in found.items()}
+        return {tier: scale.spec.replicas // _each(desired, tier) for tier, scale in found.items()}
 
-    def _apply(self, desired: Desired) -> None:
+    def _apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
         for tier in TIERS:
             if tier in self._targets:
-                self._set(self._targets[tier], desired.count(tier) * _each(desired, tier))
+                self._set(self._targets[tier], desired.count(tier) * _each(desired, tier), leads)
 
-    def _get(self, target: str) -> int:
+    def _get(self, target: str) -> _Scale:
         raw = self._ask("GET", target)
         try:
-            return msgspec.json.decode(raw, type=_Scale).spec.replicas
+            return msgspec.json.decode(raw, type=_Scale)
         except msgspec.MsgspecError as error:
             raise Internal(f"the Kubernetes API says of {target} what is no Scale: {error}") from error
 
-    def _set(self, target: str, replicas: int) -> None:
-        present = self._get(target)
-        if present != replicas:
-            self._ask("PATCH", target, msgspec.json.encode({"spec": {"replicas": replicas}}))
-            logger.info("replicas set", extra={"target": target, "had": present, "wanted": replicas})
+    def _set(self, target: str, replicas: int, leads: Callable[[], bool]) -> None:
+        found = self._get(target)
+        if found.spec.replicas == replicas:
+            return
+        if not leads():
+            raise Unavailable(f"{target} is left to whoever leads now", retry_after_s=1.0)
+        version = {"resourceVersion": found.metadata.resource_version} if found.metadata.resource_version else {}
+        self._ask("PATCH", target, msgspec.json.encode({"metadata": version, "spec": {"replicas": replicas}}))
+        logger.info("replicas set", extra={"target": target, "had": found.spec.replicas, "wanted": replicas})
 
     def _ask(self, method: str, target: str, body: bytes | None = None) -> bytes:
         cluster = self._cluster
@@ -111,7 +124,7 @@ class KubernetesScaler:
             answer = self._http.request(method, url, body=body, headers=headers)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise Unavailable(f"the Kubernetes API does not answer: {error}", retry_after_s=1.0) from error
-        if answer.status >= 500 or answer.status == 429:
+        if answer.status >= 500 or answer.status in (409, 429):
             raise Unavailable(f"the Kubernetes API answers {method} {target} with {answer.status}", retry_after_s=1.0)
         if answer.status >= 400:
             raise Internal(

@@ -6,7 +6,7 @@ epoch, and whoever carries them out is told the state that should be.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from infinilora.coordinator.traffic import Watched
 from infinilora.coordinator.victims import Holding, Step, number_of, step
 from infinilora.protocol import keys
 from infinilora.protocol.control import EngineLoad, GroupLoad
-from infinilora.protocol.errors import InfiniLoraError, Unavailable
+from infinilora.protocol.errors import InfiniLoraError, Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.protocol.scale import TIERS, Desired, TierName, by_hand
 from infinilora.runtime.members import Members
@@ -46,9 +46,12 @@ _There = Mapping[TierName, Mapping[str, Member]]
 
 
 class Backend(Protocol):
-    """Carries counts out. Told again and again; `apply` of what is so already is cheap and changes nothing."""
+    """Carries counts out. Told again and again; `apply` of what is so already is cheap and changes nothing.
 
-    async def apply(self, desired: Desired) -> None: ...
+    `leads` says, from any thread, whether what is told still is the leader's word.
+    """
+
+    async def apply(self, desired: Desired, leads: Callable[[], bool]) -> None: ...
     async def present(self, desired: Desired) -> dict[TierName, int]:
         """How many it was told to have before; without a tier that it does not know."""
         ...
@@ -57,7 +60,7 @@ class Backend(Protocol):
 class Followed:
     """Somebody reads the counts at `/v1/scale` and follows them: there is nobody to be told."""
 
-    async def apply(self, desired: Desired) -> None:
+    async def apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
         """What is shown is enough."""
 
     async def present(self, desired: Desired) -> dict[TierName, int]:  # noqa: ARG002 - the interface's
@@ -135,6 +138,8 @@ class Autoscaler:
                 await self._scale(base, read.get(base), epoch)
         except Unavailable as error:
             logger.debug("scaling given up for now", extra={"error": error.message})
+        except Internal as error:  # a fact that cannot be read: the counts stay until a person has mended it
+            logger.error("scaling given up for now", extra={"error": error.message})  # noqa: TRY400 - no traceback
 
     def show(self) -> dict[str, Any]:
         """For a person, and for who follows the counts."""
@@ -192,7 +197,7 @@ class Autoscaler:
         await self._drain(set(before.draining) - draining, epoch, draining=False)
         if await self._write(after, read, epoch):
             await self._drain(draining, epoch, draining=True)
-            await self._carry_out(after)
+            await self._carry_out(after, epoch)
 
     def can_grow(self, base: Fingerprint) -> bool:
         """Whether more engines of a base may come: somebody follows the counts, and they are not at their ceiling."""
@@ -308,14 +313,14 @@ class Autoscaler:
             if draining != (name in self._reconciler.drains.wanted):
                 await self._reconciler.drains.want(name, epoch, draining=draining)
 
-    async def _carry_out(self, desired: Desired) -> None:
+    async def _carry_out(self, desired: Desired, epoch: int) -> None:
         """Again and again, should somebody else have set another number; at once when the counts have changed."""
         told, at = self._told.get(desired.base, (None, 0.0))
         now = self._clock()
         if self._backend is None or (told == desired and now - at < AGAIN_S):
             return
         try:
-            await self._backend.apply(desired)
+            await self._backend.apply(desired, lambda: self._leadership.holding == epoch)
             self._told[desired.base] = desired, now
         except InfiniLoraError as error:
             logger.warning("scaling is not carried out", extra={"model": desired.model, "reason": error.message})
