@@ -25,7 +25,8 @@ from infinilora.protocol.admin import (
 )
 from infinilora.protocol.control import AdapterEvent, Beat, Drain, EngineLoad, Evict, Pin, Stage
 from infinilora.protocol.errors import AdapterNotFound, Conflict, InfiniLoraError, InvalidRequest, Unavailable
-from support.coordinator_world import A, B, World, a_world
+from infinilora.protocol.ids import Fingerprint, digest_of
+from support.coordinator_world import BASE, A, B, World, a_world
 from support.waiting import eventually
 
 
@@ -35,7 +36,7 @@ class Desk:
     def __init__(self, world: World, *, kept: int = 100) -> None:
         self.world = world
         self.audit = Audit(world.store, kept=kept)
-        self.models = {"tiny"}
+        self.models = {BASE: "tiny"}
         self.admin = Admin(
             store=world.store,
             bus=world.bus,
@@ -43,6 +44,7 @@ class Desk:
             reconciler=world.reconciler,
             audit=self.audit,
             models=lambda: self.models,
+            ceilings={"engines": 8, "groups": 2},
         )
 
     async def do(self, act: Act, reason: str = "") -> Any:
@@ -166,6 +168,7 @@ async def test_a_dry_run_says_what_would_change_and_why_and_changes_nothing() ->
         before = await world.placement()
         done = await desk.do(Rebalance(dry_run=True))
         (base,) = done["bases"]
+        assert (base["base"], base["model"]) == (BASE, "tiny")
         assert base["reasons"] == {"copied": 1, "placed": 1}
         moves = base["moves"]
         told = [(move["name"], move["reason"], move["before"], move["num_bytes"]) for move in moves]
@@ -217,6 +220,9 @@ async def test_a_fresh_plan_moves_what_a_usual_one_leaves_and_the_next_round_tak
         (Scale("shards", 1), InvalidRequest, "wanted one of engines, groups"),
         (Scale("engines", -1), InvalidRequest, "wanted 0 to 1000"),
         (Scale("engines", 1001), InvalidRequest, "wanted 0 to 1000"),
+        (Scale("engines", 9), InvalidRequest, r"wanted at most 8 \(INFINILORA_MAX_ENGINES\), or to be forced"),
+        (Scale("groups", 3), InvalidRequest, r"wanted at most 2 \(INFINILORA_MAX_GROUPS\), or to be forced"),
+        (Scale("engines", 1001, force=True), InvalidRequest, "wanted 0 to 1000"),
         (Scale("engines", 1, model="other"), InvalidRequest, "found tiny"),
     ],
 )
@@ -240,7 +246,7 @@ async def test_counts_by_hand_are_kept_beside_each_other_until_they_are_given_up
         done = await desk.do(Scale("engines", 3))
         assert (done["tier"], done["model"], done["count"], done["changed"]) == ("engines", "tiny", 3, True)
         assert not (await desk.do(Scale("engines", 3, model="tiny")))["changed"]
-        desk.models = {"tiny", "large"}
+        desk.models = {BASE: "tiny", Fingerprint(digest_of(b"other base")): "large"}
         await desk.do(Scale("groups", 0, model="large"))
         assert await counts() == {"engines:tiny": 3, "groups:large": 0}
         with pytest.raises(InvalidRequest, match="found large, tiny"):
@@ -248,6 +254,15 @@ async def test_counts_by_hand_are_kept_beside_each_other_until_they_are_given_up
         await desk.do(Scale("engines", None, model="tiny"))
         assert await counts() == {"groups:large": 0}
         assert len(await desk.acts()) == 4
+
+
+async def test_more_than_the_ceiling_is_had_where_it_is_forced_and_the_audit_says_so() -> None:
+    async with a_desk() as desk:
+        assert (await desk.do(Scale("engines", 9, force=True)))["changed"]
+        found = await desk.world.store.get(keys.SCALE, dict[str, int])
+        assert found is not None
+        assert found.value == {"engines:tiny": 9}
+        assert [act for _, _, _, act, _ in await desk.acts()] == [Scale("engines", 9, force=True)]
 
 
 async def test_a_deposed_leader_changes_nothing_and_notes_nothing() -> None:
@@ -283,7 +298,8 @@ async def test_a_standby_has_the_leader_do_it_and_says_so_when_nobody_leads() ->
             leadership=standby,
             reconciler=world.reconciler,
             audit=desk.audit,
-            models=set,
+            models=dict,
+            ceilings={},
         )
         request = AdminRequest(act=Freeze(), who="bob")
         with pytest.raises(Unavailable, match="no coordinator leads"):

@@ -48,6 +48,8 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scale"
     count: int | None = None
     model: str = ""
     """The base's served name; empty where there is only one."""
+    force: bool = False
+    """Also above the ceiling that the coordinator is set to."""
 
 
 Act = PinAdapter | EvictAdapter | DrainMember | Freeze | Rebalance | Scale

@@ -18,6 +18,7 @@ from infinilora.coordinator.settings import Settings
 from infinilora.protocol import subjects
 from infinilora.protocol.admin import AdminRequest
 from infinilora.protocol.control import Beat, ProcessKind
+from infinilora.protocol.ids import Fingerprint
 from infinilora.runtime import log, metrics
 from infinilora.runtime.bearers import Bearers, parse_keys
 from infinilora.runtime.blobs import open_blobs
@@ -72,6 +73,7 @@ async def serve(service: Service, settings: Settings) -> None:
             reconciler=reconciler,
             audit=audit,
             models=lambda: _models(reconciler, ahead.show()["desired"]),
+            ceilings={"engines": settings.max_engines, "groups": settings.max_groups},
         )
         await bus.serve(subjects.admin(settings.coordinator_id), AdminRequest, admin.obey)
         operators = Bearers(parse_keys(settings.admin_keys.get_secret_value(), "operator"))
@@ -106,10 +108,10 @@ def _away(bus: NatsBus, reconciler: Reconciler) -> list[str]:
     return [name for name, is_there in answers if not is_there]
 
 
-def _models(reconciler: Reconciler, desired: list[dict[str, Any]]) -> set[str]:
+def _models(reconciler: Reconciler, desired: list[dict[str, Any]]) -> dict[Fingerprint, str]:
     """Served names of the bases that have engines, or had them and are scaled to nothing."""
-    named = {member.beat.model for member in reconciler.engines().values()} | {one["model"] for one in desired}
-    return named - {""}
+    served = {m.beat.base: m.beat.model for m in reconciler.engines().values() if m.beat.base and m.beat.model}
+    return served | {Fingerprint(one["base"]): one["model"] for one in desired if one["model"]}
 
 
 def _policy(settings: Settings) -> Policy:

@@ -5,7 +5,7 @@ is noted before it is ordered.
 """
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 import msgspec
@@ -29,14 +29,14 @@ from infinilora.protocol.admin import (
 )
 from infinilora.protocol.control import AdapterEvent, Evict, GroupLoad
 from infinilora.protocol.errors import AdapterNotFound, Conflict, InvalidRequest, Unavailable
-from infinilora.protocol.ids import DEFAULT_TENANT, Digest, check_name, parse_digest
-from infinilora.protocol.scale import by_hand, check_tier
+from infinilora.protocol.ids import DEFAULT_TENANT, Digest, Fingerprint, check_name, parse_digest
+from infinilora.protocol.scale import TierName, by_hand, check_tier
 from infinilora.runtime.bus import Bus
 from infinilora.runtime.membership import Member
 from infinilora.runtime.store import Change, Stamp, Store, Value
 
 MAX_COUNT = 1000
-"""Of engines or groups of one base, by hand: more is a slip of the hand."""
+"""Of engines or groups of one base, by hand: more is a slip of the hand, whatever is forced."""
 ACT_S = 30.0
 """For the leader's answer to another coordinator: a plan of a large fleet takes seconds."""
 
@@ -52,15 +52,20 @@ class Admin:
         leadership: Leadership,
         reconciler: Reconciler,
         audit: Audit,
-        models: Callable[[], Set[str]],
+        models: Callable[[], Mapping[Fingerprint, str]],
+        ceilings: Mapping[TierName, int],
     ) -> None:
-        """`models`: the served names of the bases that are here, or are scaled to nothing."""
+        """`models`: the served names of the bases that are here, or are scaled to nothing.
+
+        `ceilings`: how many engines and groups of one base there may be, unless an operator forces more.
+        """
         self._store = store
         self._bus = bus
         self._leadership = leadership
         self._reconciler = reconciler
         self._audit = audit
         self._models = models
+        self._ceilings = ceilings
 
     async def do(self, request: AdminRequest) -> AdminReply:
         """Here if this process leads, else where the leader is."""
@@ -161,16 +166,20 @@ class Admin:
         if not act.dry_run:
             await self._audit.write(request, epoch)
             self._reconciler.look_again(afresh=act.fresh)
-        names = self._reconciler.registry.names()
-        return {"bases": [_shown(base, changes, names) for base, changes in found.items()]}
+        names, models = self._reconciler.registry.names(), self._models()
+        shown = [{"model": models.get(base, ""), **_shown(base, changes, names)} for base, changes in found.items()]
+        return {"bases": shown}
 
     async def _scale(self, act: Scale, request: AdminRequest, epoch: int) -> dict[str, Any]:
-        tier, known = check_tier(act.tier), self._models()
+        tier, known = check_tier(act.tier), {*self._models().values()}
         model = act.model or (min(known) if len(known) == 1 else "")
         if model not in known:
             raise InvalidRequest(f"no base model {act.model!r} is known here; found {_names(known)}", param="model")
         if act.count is not None and not 0 <= act.count <= MAX_COUNT:
             raise InvalidRequest(f"count is {act.count}; wanted 0 to {MAX_COUNT}, or none", param="count")
+        if act.count is not None and act.count > self._ceilings[tier] and not act.force:
+            most = f"at most {self._ceilings[tier]} (INFINILORA_MAX_{tier.upper()})"
+            raise InvalidRequest(f"count is {act.count}; wanted {most}, or to be forced", param="count")
         found = await self._store.get(keys.SCALE, dict[str, int])
         before, name = (found.value if found else {}), by_hand(tier, model)
         after = {key: count for key, count in before.items() if key != name}

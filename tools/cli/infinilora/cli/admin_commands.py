@@ -26,6 +26,7 @@ Group = Annotated[str, typer.Option("--group", help="Of this group alone.")]
 Tier = Annotated[str, typer.Argument(metavar="engines|groups", help="Of what.")]
 Count = Annotated[str, typer.Argument(metavar="N|auto", help="So many; auto: by traffic.")]
 Model = Annotated[str, typer.Option("--model", help="The base's served name, where there are several.")]
+Force = Annotated[bool, typer.Option("--force", help="Also more than the coordinator's ceiling.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; it stays in the audit.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, and why.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Plan as if nothing were anywhere, whatever it moves.")]
@@ -153,12 +154,7 @@ def rebalance(
         return
     for base in done["bases"]:
         show_table(moves_table(base["moves"][:SHOWN]))
-        counts = ", ".join(f"{count} {why}" for why, count in base["reasons"].items()) or "no adapters"
-        verb = "would change" if dry_run else "change"
-        out.print(
-            f"{base['base'][:19]}: {base['num_moves']} {verb}, {in_bytes(base['num_bytes'])} to bring in; {counts}",
-            markup=False,
-        )
+        out.print(changes_line(base, verb="would change" if dry_run else "change"), markup=False)
     if not done["bases"]:
         out.print("no LoRA server is there: nothing to plan")
 
@@ -168,6 +164,7 @@ def scale(
     count: Count,
     *,
     model: Model = "",
+    force: Force = False,
     reason: Reason = "",
     coordinator: Coordinator = "",
     admin_key: AdminKey = "",
@@ -178,7 +175,8 @@ def scale(
         if count != AUTO and not (count.isascii() and count.isdigit()):
             raise InvalidRequest(f"count is {count!r}; wanted a whole number, or {AUTO}", param="count")
     number = None if count == AUTO else int(count)
-    done = Desk(coordinator, admin_key, var_dir).act("scale", reason, tier=tier, count=number, model=model)
+    fields = {"tier": tier, "count": number, "model": model} | ({"force": True} if force else {})
+    done = Desk(coordinator, admin_key, var_dir).act("scale", reason, **fields)
     out.print(f"{tier} of {done['model']}: {count}{'' if done['changed'] else ', as before'}", markup=False)
 
 
@@ -202,6 +200,13 @@ def audit(
         cells = (str(entry["number"]), entry["at"], entry["who"], str(entry["epoch"]), act, entry["reason"])
         table.add_row(*(escape(cell) for cell in cells))
     show_table(table)
+
+
+def changes_line(base: Json, *, verb: str) -> str:
+    """All that a plan changes of one base, which is called as requests call it, if anybody serves it."""
+    counts = ", ".join(f"{count} {why}" for why, count in base["reasons"].items()) or "no adapters"
+    name = base.get("model") or base["base"][:19]
+    return f"{name}: {base['num_moves']} {verb}, {in_bytes(base['num_bytes'])} to bring in; {counts}"
 
 
 def moves_table(moves: list[Json]) -> Table:
