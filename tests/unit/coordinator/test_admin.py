@@ -26,6 +26,7 @@ from infinilora.protocol.admin import (
 from infinilora.protocol.control import AdapterEvent, Beat, Drain, EngineLoad, Evict, Pin, Stage
 from infinilora.protocol.errors import AdapterNotFound, Conflict, InfiniLoraError, InvalidRequest, Unavailable
 from infinilora.protocol.ids import Fingerprint, digest_of
+from infinilora.protocol.scale import Desired
 from support.coordinator_world import BASE, A, B, World, a_world
 from support.waiting import eventually
 
@@ -134,6 +135,17 @@ async def test_an_engine_that_is_drained_by_hand_is_told_at_once() -> None:
         await desk.do(DrainMember("e1"))
         await world.reconciler.round()
         assert [(name, command.body) for name, command in world.commands] == [("e1", Drain(draining=True))]
+
+
+async def test_what_goes_as_fewer_are_wanted_is_not_kept_by_an_undrain() -> None:
+    async with a_desk() as desk:
+        desired = Desired(base=BASE, model="tiny", epoch=1, engines=1, groups=1, draining=("g2",))
+        await desk.world.store.put(keys.desired(BASE), desired)
+        with pytest.raises(Conflict, match="`scale` says how many"):
+            await desk.do(DrainMember("g2", draining=False))
+        assert (await desk.do(DrainMember("g2")))["changed"]
+        assert (await desk.do(DrainMember("g2", draining=False)))["changed"]
+        assert desk.world.reconciler.drains.wanted == {"g2"}
 
 
 async def test_a_frozen_fleet_is_left_as_it_is_until_it_thaws() -> None:

@@ -404,7 +404,7 @@ async def test_an_adapter_moves_only_after_its_new_group_has_it() -> None:
         await world.leadership.step()
         await world.beat("g1", resident=(A,))
         await world.reconciler.round()
-        assert await world.reconciler.drains.want("g1", 1, draining=True)
+        await world.store.put(keys.DRAINS, ["g1"])
         steps = []
         for resident in ((), (A,), (A,)):
             await world.beat("g1", resident=(A,))
@@ -429,16 +429,6 @@ async def test_a_group_that_is_to_stay_after_all_is_told_to_take_work_again() ->
         await world.reconciler.round()
         await world.reconciler.round()
         assert [command.body for _, command in world.commands] == [Drain(draining=False)]
-
-
-async def test_only_a_leader_may_say_what_is_to_be_drained() -> None:
-    async with a_world() as world:
-        await world.leadership.step()
-        assert not await world.reconciler.drains.want("g1", 7, draining=True)
-        assert await world.reconciler.drains.want("g1", 1, draining=True)
-        assert await world.reconciler.drains.want("g1", 1, draining=False)
-        await world.reconciler.drains.refresh()
-        assert world.reconciler.drains.wanted == frozenset()
 
 
 async def test_nothing_is_decided_while_the_store_is_away() -> None:

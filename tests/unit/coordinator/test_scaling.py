@@ -229,9 +229,8 @@ async def test_one_that_is_to_go_drains_first_and_what_drained_is_forgotten_when
         desired = await world.round()
         assert desired is not None
         assert desired.draining == ()
-        found = await world.store.get(keys.DRAINS, list[str])
-        assert found is not None
-        assert found.value == []
+        await world.round()
+        assert world.reconciler.drains.wanted == frozenset()
 
 
 async def test_one_that_drains_and_is_wanted_again_stays(tmp_path: Path) -> None:
@@ -248,16 +247,36 @@ async def test_one_that_drains_and_is_wanted_again_stays(tmp_path: Path) -> None
             await world.round(10)
         assert (await world.counts())[0] >= 2
         assert world.commands == [("engine-1", True), ("engine-1", False)]
-        found = await world.store.get(keys.DRAINS, list[str])
-        assert found is not None
-        assert found.value == []
+        assert world.reconciler.drains.wanted == frozenset()
+
+
+async def test_what_an_operator_drains_stays_so_though_the_scaler_wanted_it_to_go_and_wants_it_back(
+    tmp_path: Path,
+) -> None:
+    async with a_world(tmp_path, Told()) as world:
+        for number in range(2):
+            await world.engine(number, running=1)
+        await world.counts()
+        await world.store.put(keys.DRAINS, ["engine-1"])
+        desired = await world.round(HOLD_S + 1)
+        assert desired is not None
+        assert desired.draining == ("engine-1",)
+        await world.engine(0, running=30)
+        await world.engine(1, running=1, state="draining")
+        for _ in range(12):
+            world.came(30)
+            desired = await world.round(10)
+        assert desired is not None
+        assert desired.draining == ()
+        assert world.commands == [("engine-1", True)]
+        assert world.reconciler.drains.wanted == {"engine-1"}
 
 
 async def test_what_an_operator_drains_is_not_undone(tmp_path: Path) -> None:
     async with a_world(tmp_path, Told()) as world:
         await world.engine(0)
         await world.round()
-        await world.reconciler.drains.want("engine-0", 1, draining=True)
+        await world.store.put(keys.DRAINS, ["engine-0"])
         for _ in range(3):
             await world.round()
         assert world.reconciler.drains.wanted == {"engine-0"}

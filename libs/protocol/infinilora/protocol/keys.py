@@ -38,8 +38,8 @@ EPOCH = "infinilora:epoch"
 """Counter: the fencing token of the leadership. Writer: coordinators."""
 
 DRAINS = "infinilora:drains"
-"""JSON list of groups that are to be emptied before they are removed, and of engines that are to take no new work.
-Writer: the leading coordinator."""
+"""JSON list of groups that an operator wants emptied, and of engines that are to take no new work; those that go as
+fewer are wanted are in `desired`. Writer: the leading coordinator."""
 
 FREEZE = "infinilora:freeze"
 """JSON `Frozen`, while the coordinator is to decide nothing by itself. Writer: the leading coordinator."""

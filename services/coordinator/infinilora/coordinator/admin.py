@@ -141,12 +141,14 @@ class Admin:
         if act.draining and name not in groups and name not in engines:
             told = f"groups: {_names(groups)}; engines: {_names(engines)}"
             raise InvalidRequest(f"no group or engine {name!r} is there; found {told}", param="member")
-        await drains.refresh()
-        is_draining = name in drains.wanted
+        await self._reconciler.look_at_drains()
+        is_draining = name in drains.by_hand
+        if not act.draining and not is_draining and name in drains.by_scale:
+            raise Conflict(f"{name!r} goes as fewer are wanted; `scale` says how many there are to be", param="member")
         if not act.draining and not is_draining:
-            raise InvalidRequest(f"{name!r} was not told to drain; found {_names(drains.wanted)}", param="member")
+            raise InvalidRequest(f"{name!r} was not told to drain; found {_names(drains.by_hand)}", param="member")
         await self._audit.write(request, epoch, [await drains.change(name, draining=act.draining)])
-        await drains.refresh()
+        await self._reconciler.look_at_drains()
         return {"member": name, "changed": is_draining != act.draining}
 
     async def _freeze(self, act: Freeze, request: AdminRequest, epoch: int) -> dict[str, Any]:

@@ -1,44 +1,50 @@
 """Groups that are to go: planned empty while they serve, then told to take no new work, then free to be ended.
 
-Engines hold nothing that is planned: they are told at once.
+An operator says so, or the scaler, as fewer are wanted; neither takes back what the other has said. Engines hold
+nothing that is planned: they are told at once.
 
 ready --(nothing of it is in the table)--> told to drain --(no lease is left)--> drained
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.placement import Table
 from infinilora.protocol import keys
 from infinilora.protocol.control import Drain, GroupLoad
+from infinilora.protocol.ids import Fingerprint
+from infinilora.protocol.scale import Desired
 from infinilora.runtime.membership import Member
 from infinilora.runtime.store import Change, Store
 
 
 class Drains:
-    """`wanted` as last read from the store. What a server's present life was told is remembered, and not told again."""
+    """As last read from the store. What a server's present life was told is remembered, and not told again."""
 
     def __init__(self, store: Store, orders: Orders) -> None:
         self._store = store
         self._orders = orders
         self._told: dict[str, tuple[str, bool]] = {}
-        self.wanted: frozenset[str] = frozenset()
+        self.by_hand: frozenset[str] = frozenset()
+        self.by_scale: frozenset[str] = frozenset()
 
-    async def refresh(self) -> None:
+    @property
+    def wanted(self) -> frozenset[str]:
+        """All that are to go."""
+        return self.by_hand | self.by_scale
+
+    async def refresh(self, bases: Iterable[Fingerprint]) -> None:
         found = await self._store.get(keys.DRAINS, list[str])
-        self.wanted = frozenset(found.value) if found else frozenset()
+        counts = await self._store.get_many([keys.desired(base) for base in sorted(bases)], Desired)
+        self.by_hand = frozenset(found.value) if found else frozenset()
+        self.by_scale = frozenset(name for count in counts if count for name in count.value.draining)
 
     async def change(self, name: str, *, draining: bool) -> Change:
-        """What notes that a group, or an engine, is to be emptied, or is not; for a leader to write."""
+        """What notes that an operator wants a group, or an engine, emptied, or does not; for a leader to write."""
         found = await self._store.get(keys.DRAINS, list[str])
         before = set(found.value) if found else set()
         after = sorted(before | {name} if draining else before - {name})
         return Change(keys.DRAINS, found.raw if found else None, after)
-
-    async def want(self, name: str, epoch: int, *, draining: bool) -> bool:
-        """Note it. False if another leads, or another has noted meanwhile."""
-        conditions = Change(keys.EPOCH, b"%d" % epoch)
-        return bool(await self._store.swap([conditions, await self.change(name, draining=draining)]))
 
     async def round(self, servers: Mapping[str, Member], table: Table, epoch: int) -> None:
         """Tell those that have nothing left to take no new work; and those that are to stay, to take it again.

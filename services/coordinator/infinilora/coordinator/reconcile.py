@@ -193,7 +193,7 @@ class Reconciler:
 
     async def _look(self) -> None:
         await self.registry.refresh()
-        await self.drains.refresh()
+        await self.look_at_drains()
         frozen = await self._store.get(keys.FREEZE, Frozen)
         self.frozen = frozen.value if frozen else None
         await self._look_at_heat()
@@ -204,6 +204,10 @@ class Reconciler:
             else:
                 self.written.pop(base, None)
         self._look_for_losses()
+
+    async def look_at_drains(self) -> None:
+        """Who is to go, of the bases that anybody here is of."""
+        await self.drains.refresh({member.beat.base for member in self._members.all() if member.beat.base})
 
     async def _look_at_heat(self) -> None:
         """So seldom that it takes HEAT_SHARE of the time of this process, and less of the store's."""

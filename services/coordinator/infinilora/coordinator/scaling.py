@@ -193,10 +193,7 @@ class Autoscaler:
             why=why,
             **counts,
         )
-        # What an end of this process leaves half done must be seen from what is written: so it is written in between.
-        await self._drain(set(before.draining) - draining, epoch, draining=False)
-        if await self._write(after, read, epoch):
-            await self._drain(draining, epoch, draining=True)
+        if await self._write(after, read, epoch):  # who is to drain is read from there
             await self._carry_out(after, epoch)
 
     def can_grow(self, base: Fingerprint) -> bool:
@@ -307,11 +304,6 @@ class Autoscaler:
                 numbers = {"had": had, "wanted": after.count(tier), "why": after.why[tier]}
                 logger.info("scaled", extra={"tier": tier, "model": after.model, **numbers})
         return True
-
-    async def _drain(self, names: set[str], epoch: int, *, draining: bool) -> None:
-        for name in sorted(names):
-            if draining != (name in self._reconciler.drains.wanted):
-                await self._reconciler.drains.want(name, epoch, draining=draining)
 
     async def _carry_out(self, desired: Desired, epoch: int) -> None:
         """Again and again, should somebody else have set another number; at once when the counts have changed."""
