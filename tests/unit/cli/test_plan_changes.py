@@ -6,7 +6,6 @@ import pytest
 
 from infinilora.cli.admin_commands import changes_line
 
-
 UNNAMED = "sha256:" + 12 * "a"
 
 

@@ -137,6 +137,12 @@ async def test_an_engine_that_is_drained_by_hand_is_told_at_once() -> None:
         assert [(name, command.body) for name, command in world.commands] == [("e1", Drain(draining=True))]
 
 
+async def test_a_drain_says_how_many_are_left_that_take_the_same_work() -> None:
+    async with a_desk() as desk:
+        await desk.world.beat("h1", base=Fingerprint(digest_of(b"other base")))
+        assert [(await desk.do(DrainMember(group)))["others"] for group in ("g1", "g2")] == [1, 0]
+
+
 async def test_what_goes_as_fewer_are_wanted_is_not_kept_by_an_undrain() -> None:
     async with a_desk() as desk:
         desired = Desired(base=BASE, model="tiny", epoch=1, engines=1, groups=1, draining=("g2",))

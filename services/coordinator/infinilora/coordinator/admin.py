@@ -149,7 +149,8 @@ class Admin:
             raise InvalidRequest(f"{name!r} was not told to drain; found {_names(drains.by_hand)}", param="member")
         await self._audit.write(request, epoch, [await drains.change(name, draining=act.draining)])
         await self._reconciler.look_at_drains()
-        return {"member": name, "changed": is_draining != act.draining}
+        others = _others(name, groups if name in groups else engines, drains.wanted)
+        return {"member": name, "changed": is_draining != act.draining, "others": others}
 
     async def _freeze(self, act: Freeze, request: AdminRequest, epoch: int) -> dict[str, Any]:
         found = await self._store.get(keys.FREEZE, Frozen)
@@ -210,6 +211,13 @@ class Admin:
 def _resident(server: Member) -> frozenset[Digest]:
     load = server.beat.load
     return frozenset(load.resident) if isinstance(load, GroupLoad) else frozenset()
+
+
+def _others(name: str, alike: Mapping[str, Member], draining: frozenset[str]) -> int:
+    """How many take the same work, of the same base, and are not to drain."""
+    base = alike[name].beat.base if name in alike else None
+    others = (member for other, member in alike.items() if other != name and other not in draining)
+    return sum(member.beat.base == base and member.beat.state == "ready" for member in others)
 
 
 def _names(found: Any) -> str:

@@ -106,6 +106,8 @@ def drain(
     """Have a group or an engine take no new work; `infinilora status` shows when nothing runs on it."""
     done = Desk(coordinator, admin_key, var_dir).act("drain", reason, member=member)
     out.print(f"{member} {'is to drain' if done['changed'] else 'was draining already'}", markup=False)
+    if done.get("others") == 0:
+        out.print("nobody else takes its work now: what needs it waits until somebody does", markup=False)
 
 
 def undrain(
