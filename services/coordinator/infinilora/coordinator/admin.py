@@ -174,14 +174,14 @@ class Admin:
         return {"bases": shown}
 
     async def _scale(self, act: Scale, request: AdminRequest, epoch: int) -> dict[str, Any]:
-        tier, known = check_tier(act.tier), {*self._models().values()}
+        tier, known = check_tier(act.tier), set(self._models().values())
         model = act.model or (min(known) if len(known) == 1 else "")
         if model not in known:
             raise InvalidRequest(f"no base model {act.model!r} is known here; found {_names(known)}", param="model")
         if act.count is not None and not 0 <= act.count <= MAX_COUNT:
             raise InvalidRequest(f"count is {act.count}; wanted 0 to {MAX_COUNT}, or none", param="count")
         if act.count is not None and act.count > self._ceilings[tier] and not act.force:
-            most = f"at most {self._ceilings[tier]} (INFINILORA_MAX_{tier.upper()})"
+            most = f"at most {self._ceilings[tier]}, the coordinator's max_{tier}"
             raise InvalidRequest(f"count is {act.count}; wanted {most}, or to be forced", param="count")
         found = await self._store.get(keys.SCALE, dict[str, int])
         before, name = (found.value if found else {}), by_hand(tier, model)
