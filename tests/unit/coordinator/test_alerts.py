@@ -64,7 +64,7 @@ async def test_the_leader_alone_says_it_and_a_new_one_says_again_what_lasts() ->
     for _ in range(2):
         await second.control.round()
     assert said() == [(2, True)]
-    second.watched.window = Window(1)
+    second.watched.window = Window(2, 1)
     await second.control.round()
     assert said() == [(2, False)]
 
@@ -75,6 +75,6 @@ async def test_what_is_shown_is_of_the_worst_base_and_of_what_is_asked_for() -> 
     one.hear(OTHER, good=4)
     await one.control.round()
     assert one.attained() == 0.75
-    one.watched.window = Window(1)
+    one.watched.window = Window(2, 1)
     await one.control.round()
     assert one.attained() is None

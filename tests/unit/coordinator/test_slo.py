@@ -1,10 +1,12 @@
 """Attainment, budgets and alerts, by table."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinilora.coordinator.slo import MIN_REQUESTS, Alarms, Attainment, Judged, Objective, Subject, Window, judge
-from infinilora.protocol.ids import Fingerprint, SloClass, digest_of
-from infinilora.protocol.traffic import Tally
+from infinilora.protocol.ids import Digest, Fingerprint, SloClass, digest_of
+from infinilora.protocol.traffic import Tally, merged
 
 BASE, OTHER = Fingerprint(digest_of(b"base")), Fingerprint(digest_of(b"other"))
 A = digest_of(b"a")
@@ -25,32 +27,57 @@ def judged(long: float, short: float, requests: int = 100) -> Judged:
 
 
 def test_what_is_missed_burns_the_budget_that_the_target_leaves() -> None:
-    window = Window(3)
+    window = Window(3, 1)
     window.add([tally("interactive", 8, 2)])
-    found = {one.subject: one for one in judge(window, 1, OBJECTIVE)}
+    found = {one.subject: one for one in judge(window, OBJECTIVE)}
     assert found[FIRST].long.requests == 10
     assert found[FIRST].long.share == pytest.approx(0.8)
     assert found[FIRST].long.burn_rate == pytest.approx(2.0)
 
 
 def test_a_class_without_an_objective_is_not_judged() -> None:
-    window = Window(3)
+    window = Window(3, 1)
     window.add([tally("batch", 0, 9)])
-    assert not list(judge(window, 1, OBJECTIVE))
+    assert not list(judge(window, OBJECTIVE))
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
-    window = Window(2)
+    window = Window(2, 1)
     window.add([tally("standard", 0, 5)])
     window.turn()
     window.add([tally("standard", 5, 0)])
-    (one,) = [one for one in judge(window, 1, OBJECTIVE) if one.subject.metric == "ttft"]
+    (one,) = [one for one in judge(window, OBJECTIVE) if one.subject.metric == "ttft"]
     assert (one.long.share, one.short.share) == (0.5, 1.0)
     window.turn()
-    (one,) = [one for one in judge(window, 1, OBJECTIVE) if one.subject.metric == "ttft"]
+    (one,) = [one for one in judge(window, OBJECTIVE) if one.subject.metric == "ttft"]
     assert (one.long.share, one.short.requests) == (1.0, 0)
     window.turn()
-    assert not list(judge(window, 1, OBJECTIVE))
+    assert not list(judge(window, OBJECTIVE))
+
+
+SPANS = st.lists(st.lists(st.tuples(st.sampled_from((None, A)), st.floats(1e-3, 1e2)), max_size=4), max_size=9)
+
+
+@given(SPANS, st.integers(1, 3), st.integers(1, 3))
+def test_what_a_window_holds_is_the_sum_of_its_spans(
+    spans: list[list[tuple[Digest | None, float]]], short: int, more: int
+) -> None:
+    window, parts = Window(short + more, short), list[list[Tally]]()
+    for span in spans:
+        parts.append([timed(digest, seconds) for digest, seconds in span])
+        window.turn()
+        for one in parts[-1]:
+            window.add([one])
+        assert window.long == merged(one for part in parts[-(short + more) :] for one in part)
+        assert window.short == merged(one for part in parts[-short:] for one in part)
+
+
+def timed(digest: Digest | None, seconds: float) -> Tally:
+    made = Tally(BASE, "standard", digest)
+    made.ttft.add(seconds)
+    if digest is not None:
+        made.tpot.add(seconds / 10)
+    return made
 
 
 @pytest.mark.parametrize(

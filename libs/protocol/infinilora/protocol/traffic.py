@@ -36,6 +36,13 @@ class Sketch(msgspec.Struct):
         for bucket, count in other.buckets.items():
             self.buckets[bucket] = self.buckets.get(bucket, 0) + count
 
+    def unmerge(self, other: "Sketch") -> None:
+        """Take out what was taken in of another before."""
+        for bucket, count in other.buckets.items():
+            left = self.buckets.pop(bucket, 0) - count
+            if left > 0:
+                self.buckets[bucket] = left
+
     def quantile(self, share: float) -> float | None:
         """What this share of the times is not above, to ACCURACY; None of no times."""
         wanted, seen = share * (self.count - 1), 0
@@ -117,12 +124,16 @@ class SloAlert(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
 
 
-def merged(tallies: Iterable[Tally]) -> dict[tuple[Fingerprint, SloClass, Digest | None], Tally]:
-    """By what they are of; those of the same are added up. The arguments stay as they are."""
-    found: dict[tuple[Fingerprint, SloClass, Digest | None], Tally] = {}
+Times = dict[tuple[Fingerprint, SloClass, Digest | None], Tally]
+"""Tallies by what they are of."""
+
+
+def merged(tallies: Iterable[Tally], into: Times | None = None) -> Times:
+    """By what they are of; those of the same are added up, and to those of `into`. `tallies` stay as they are."""
+    found: Times = {} if into is None else into
     for tally in tallies:
         key = tally.base, tally.slo_class, tally.digest
-        into = found.setdefault(key, Tally(*key))
-        into.ttft.merge(tally.ttft)
-        into.tpot.merge(tally.tpot)
+        both = found.setdefault(key, Tally(*key))
+        both.ttft.merge(tally.ttft)
+        both.tpot.merge(tally.tpot)
     return found

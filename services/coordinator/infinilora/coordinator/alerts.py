@@ -7,7 +7,7 @@ from typing import Any
 
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.slo import Alarms, Judged, Metric, Objective, judge
-from infinilora.coordinator.traffic import SHORT_PARTS, Watched
+from infinilora.coordinator.traffic import Watched
 from infinilora.protocol import subjects
 from infinilora.protocol.ids import Digest, Fingerprint, SloClass
 from infinilora.protocol.traffic import Advice, SloAlert
@@ -53,7 +53,7 @@ class SloControl:
 
     async def round(self) -> None:
         """Look; say what has begun or ended; advise, again and again, while something lasts."""
-        self.judged = list(judge(self._watched.window, SHORT_PARTS, self._objective))
+        self.judged = list(judge(self._watched.window, self._objective))
         changes = self._alarms.look(self.judged)
         self._measure()
         epoch = self._leadership.holding

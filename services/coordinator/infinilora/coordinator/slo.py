@@ -9,12 +9,12 @@ one bad second is no reason to ring, and what is over is not rung for any longer
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from infinilora.protocol.ids import Digest, Fingerprint, SloClass
-from infinilora.protocol.traffic import Sketch, Tally, merged
+from infinilora.protocol.traffic import Sketch, Tally, Times, merged
 
 Metric = Literal["ttft", "tpot"]
 FAST = 2.0
@@ -62,22 +62,41 @@ def attainment(times: Sketch, seconds: float, target: float) -> Attainment:
 
 
 class Window:
-    """Tallies of the latest `parts` equal spans of time; the present one is not over."""
+    """Times of the latest `parts` equal spans, `long`, and of the latest `short_parts` of them, `short`.
 
-    def __init__(self, parts: int) -> None:
-        self._parts: deque[list[Tally]] = deque([[]], maxlen=parts)
+    The present span is not over. Both sums are kept up as spans come and go: a report costs by what it says, whatever
+    has been said before.
+    """
 
-    def add(self, tallies: Iterable[Tally]) -> None:
-        self._parts[-1] = list(merged([*self._parts[-1], *tallies]).values())
+    def __init__(self, parts: int, short_parts: int) -> None:
+        self._num_parts = parts
+        self._num_short_parts = short_parts
+        self._parts: deque[Times] = deque([{}])
+        self.long: Times = {}
+        self.short: Times = {}
+
+    def add(self, tallies: Sequence[Tally]) -> None:
+        for times in (self._parts[-1], self.long, self.short):
+            merged(tallies, times)
 
     def turn(self) -> None:
         """The present span is over; the oldest is forgotten."""
-        self._parts.append([])
+        self._parts.append({})
+        if len(self._parts) > self._num_short_parts:
+            _take_out(self.short, self._parts[-1 - self._num_short_parts])
+        if len(self._parts) > self._num_parts:
+            _take_out(self.long, self._parts.popleft())
 
-    def times(self, latest: int | None = None) -> dict[tuple[Fingerprint, SloClass, Digest | None], Tally]:
-        """Of all spans, or of so many of the latest."""
-        parts = list(self._parts)[-latest if latest else 0 :]
-        return merged(tally for part in parts for tally in part)
+
+def _take_out(times: Times, gone: Times) -> None:
+    for key, tally in gone.items():
+        if key not in times:  # nothing was ever counted in it
+            continue
+        left = times[key]
+        left.ttft.unmerge(tally.ttft)
+        left.tpot.unmerge(tally.tpot)
+        if not left.ttft.buckets and not left.tpot.buckets:
+            del times[key]
 
 
 class Judged(NamedTuple):
@@ -88,15 +107,14 @@ class Judged(NamedTuple):
     short: Attainment
 
 
-def judge(window: Window, short_parts: int, objective: Objective) -> Iterator[Judged]:
+def judge(window: Window, objective: Objective) -> Iterator[Judged]:
     """Every subject that has an objective, by the whole window and by its latest parts."""
-    short = window.times(short_parts)
-    for key, tally in window.times().items():
+    for key, tally in window.long.items():
         for metric in get_args(Metric):
             seconds = objective.seconds(tally.slo_class, metric)
             if seconds is None:
                 continue
-            latest = short[key] if key in short else Tally(*key)
+            latest = window.short[key] if key in window.short else Tally(*key)
             both = (attainment(getattr(t, metric), seconds, objective.target) for t in (tally, latest))
             yield Judged(Subject(*key, metric), *both)
 

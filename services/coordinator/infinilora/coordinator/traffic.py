@@ -49,7 +49,7 @@ class Watched:
         self._bucket_ends = clock() + self.bucket_s
         self._part_ends = clock() + PART_S
         self.demands: dict[Fingerprint, Demand] = {}
-        self.window = Window(PARTS)
+        self.window = Window(PARTS, SHORT_PARTS)
         self.calendar = Calendar(season_s)
 
     @property
