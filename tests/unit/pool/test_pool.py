@@ -514,7 +514,7 @@ def test_a_draining_pool_refuses_new_leases_at_once(house: House) -> None:
     pool = house.pool()
     pool.drain(draining=True)
     pool.lease("engine", adapter.digest, told)
-    assert isinstance(told.lost(), Overloaded)
+    assert isinstance(told.lost(), Unavailable)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
