@@ -128,6 +128,16 @@ def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, level: 
     assert torch.equal(again[5:], ours[5:])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_a_bias_of_a_part_without_ranks_is_added(rows: int, level: int) -> None:
+    bias = torch.randn(70)
+    part = Part(torch.empty(0, IN_DIM), torch.empty(0, 70), 1.0, 0, bias)
+    kernels = make_kernels({2: (part,)}, Site.O, IN_DIM, 70)
+    out = poisoned(rows, 70)
+    kernels.dense(1, Site.O, segment_table(((0, rows, 2),)), torch.randn(rows, IN_DIM), out, accumulate=False)
+    assert torch.equal(out, bias.expand(rows, 70))
+
+
 def test_a_bias_of_experts_or_of_another_width_or_dtype_is_refused() -> None:
     rng = torch.Generator().manual_seed(3)
     kernels = SlotKernels(num_slots=1, num_layers=1)

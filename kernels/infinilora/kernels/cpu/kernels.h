@@ -33,6 +33,10 @@ struct Region {
 // The next panel is asked for meanwhile.
 constexpr int kLeastTiled = 5, kPanelBytes = 512;  // of 5, 9, 17 and 256..2048, the best on a Zen 5 core, 2026-12-01
 
+// So long before their turn the weights of a single row are asked for. Of 2048..16384 the best on a Zen 5 core,
+// 2026-12-01.
+constexpr int kAheadBytes = 8192;
+
 // v[i, rank] = x[i] . a[rank], for rows [0, rows) and ranks [rank, rank + ranks).
 struct ShrinkChunk {
   const float* const* x;  // one pointer for each row

@@ -52,9 +52,15 @@ int64_t cost_ns(const Group& g, int rows) {
   return longer(weights * width(g.dtype) / kBytesPerNs, weights * rows / kMacsPerNs) + 50;
 }
 
+// Rows of weights that are asked for before `rows` rows of a group begin to read them, of `left`.
+int first_ranks(int left, int row_bytes, int rows) {
+  return min(left, rows == 1 ? max(kRankStep, ceil_div(kAheadBytes, max(row_bytes, 1))) : kRankStep);
+}
+
 Region rows_of_a(const Group& g, int rank) {
+  const int bytes = g.in * width(g.dtype);
   const int64_t stride = g.a_stride * width(g.dtype);
-  return {static_cast<const char*>(g.a) + rank * stride, stride, min(kRankStep, g.rank - rank), g.in * width(g.dtype)};
+  return {static_cast<const char*>(g.a) + rank * stride, stride, first_ranks(g.rank - rank, bytes, g.rows), bytes};
 }
 
 // Where expand begins to read.
@@ -62,7 +68,8 @@ Region start_of_bt(const Group& g, int column, int rows) {
   const int size = width(g.dtype);
   const char* at = static_cast<const char*>(g.bt) + static_cast<int64_t>(column) * size;
   if (rows >= kLeastTiled) return {at, g.bt_stride * size, g.rank, min(kPanelBytes, (g.columns - column) * size)};
-  return {at, g.bt_stride * size, min(kRankStep, g.rank), (g.columns - column) * size};
+  const int bytes = (g.columns - column) * size;
+  return {at, g.bt_stride * size, first_ranks(g.rank, bytes, rows), bytes};
 }
 
 void shrink(const Group& g, int row, int rows, int rank, int ranks, const Region& next) {

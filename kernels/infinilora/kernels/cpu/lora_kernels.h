@@ -1,4 +1,4 @@
-// Shrink and expand of one adapter's rows. Included once for each instruction set.
+// Shrink and expand of one adapter's rows; of a single one: lora_row.h. Included once for each instruction set.
 //
 // Both read their half of the adapter once, a block of ranks or a panel of columns at a time, and let all rows pass
 // over it while it is near. What will be read next is asked for meanwhile, spread over those rows: rows of A and Bt
@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "lora_row.h"
 #include "vec.h"
 
 namespace il {
@@ -151,6 +152,7 @@ void shrink_ranks(const ShrinkChunk& c, int rank, int first, int end, const Regi
 
 template <class W>
 void shrink(const ShrinkChunk& c) {
+  if (c.rows == 1) return shrink_row<W>(c);
   constexpr int kMost = sizeof(W) == 4 ? kMostInputs : 3 * kMostInputs;
   const int end_rank = c.rank + c.ranks;
   const int panel = parts_of(parts_of(c.in, parts_of(c.in, kMost)), 64) * 64;
@@ -266,6 +268,7 @@ void expand_panel(const ExpandChunk& c, int n, int end, const Region& after) {
 
 template <class W>
 void expand(const ExpandChunk& c) {
+  if (c.rows == 1) return expand_row<W>(c);
   if (c.rows < kLeastTiled) return expand_stream<W>(c);
   constexpr int kColumns = kPanelBytes / sizeof(W);
   const int tiled = c.columns / kTileColumns * kTileColumns;
