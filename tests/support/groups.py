@@ -81,8 +81,12 @@ class ScriptedGroup:
                 secret=opening.secret,
             )
         )
-        assert (await anext(requests)).WhichOneof("message") == "ready"
-        end = await asyncio.to_thread(opening.wait, 5)
+        try:
+            assert (await anext(requests)).WhichOneof("message") == "ready"
+            end = await asyncio.to_thread(opening.wait, 5)
+        except BaseException:
+            opening.cancel()
+            raise
         serving = threading.Thread(target=self._serve, args=(end,), daemon=True)
         serving.start()
         outbox: asyncio.Queue[Any] = asyncio.Queue()

@@ -14,6 +14,7 @@ from infinilora.link.open import LinkSettings, Offers, Opener, Opening, attach, 
 from infinilora.protocol.errors import InvalidRequest
 from support.ipv6 import needs_ipv6
 from support.links import Answering, random_rows, rule
+from support.procs import wait_until
 from support.waiting import eventually
 
 
@@ -140,6 +141,16 @@ def test_a_secret_opens_one_link_only() -> None:
     for sock in (first, taken, second):
         sock.close()
     listener.close()
+
+
+def test_a_connection_that_nobody_took_ends_with_the_listener() -> None:
+    """An engine that found out that it cannot use the link was gone before the server came for it."""
+    listener, secret = TcpListener("127.0.0.1", 0), b"a" * 32
+    listener.expect(secret)
+    with tcp.connect(listener.host, listener.port, secret, timeout_s=5) as engine:
+        wait_until(lambda: listener._expected[secret] is not None, "the secret to be shown")
+        listener.close()
+        assert not engine.recv(1)
 
 
 async def test_a_listener_outlives_a_lack_of_descriptors(caplog: pytest.LogCaptureFixture) -> None:

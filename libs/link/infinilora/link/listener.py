@@ -54,13 +54,18 @@ class TcpListener:
             sock.close()
 
     def close(self) -> None:
-        """Stop accepting; links already given out live on."""
+        """Stop accepting. Links already given out live on; a connection that nobody has taken ends."""
         self._closed.set()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         finally:
             self._sock.close()
         self._thread.join()
+        with self._changed:
+            untaken = [sock for sock in self._expected.values() if sock is not None]
+            self._expected.clear()
+        for sock in untaken:
+            sock.close()
 
     def _accept(self) -> None:
         while True:
