@@ -130,14 +130,14 @@ async def test_rows_whose_deltas_a_hanging_server_owes_are_run_again_on_another_
     lost, kept = house.files
     with house.server("g", "device") as (g, hanging), house.server("h", "device") as (h, _):
         async with house.engine([g, h], "device") as (engine, lora):
-            lora.placed = {lost: ("g",), kept: ("h",)}
+            lora.place({lost: ("g",), kept: ("h",)})
             heard = [engine.ask(prompt(3), digest=digest, **ASKED | {"max_tokens": 3}) for digest in (lost, kept)]
             while not all(one.tokens for one in heard):
                 await asyncio.to_thread(engine.turn_or_yield)
             before = [len(one.tokens) for one in heard]
             assert not any(one.is_over for one in heard)
             hanging.send_signal(signals.SIGUSR1)
-            lora.placed = {lost: ("h",), kept: ("h",)}
+            lora.place({lost: ("h",), kept: ("h",)})
             for clock in lora._clocks.values():
                 clock.deadline_s = LATE_S
             await asyncio.to_thread(engine.turn)

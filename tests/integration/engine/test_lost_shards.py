@@ -134,7 +134,7 @@ ROUNDS = [
 async def test_tokens_agree_whenever_a_shard_is_lost(world: World, rounds: int, how: End) -> None:
     dice = random.Random(f"{how} {rounds}")
     async with living() as service, engine_of((world.first, world.second), service) as lora:
-        lora.placed = world.placed
+        lora.place(world.placed)
         both = {world.first.name, world.second.name}
         for number in range(rounds):
             if number:

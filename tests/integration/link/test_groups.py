@@ -128,7 +128,7 @@ async def test_rows_of_a_step_go_to_several_groups_of_unlike_shapes(
         group.start()
     case = make_case("everything", tmp_path, groups[0].blobs)
     async with living() as service, engine_of(groups, service) as lora:
-        lora.placed = case.placed(groups[0].name, groups[1].name)
+        lora.place(case.placed(groups[0].name, groups[1].name))
         leases: list[AdapterRows] = await rows_of(lora, case)
         assert [row.lease.group for row in leases] == [groups[i % 2].name for i in range(4)]
         for packed in case.adapters:

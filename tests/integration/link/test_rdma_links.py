@@ -129,12 +129,12 @@ async def test_a_group_that_comes_back_is_offered_rdma_again(tmp_path: Path) -> 
 
     fabrics = loopback_fabrics(repaired, LoopbackTransport)
     async with living() as service, remote(case, service, "tcp", fabrics=fabrics) as lora:
-        (group,) = lora._groups.values()
+        (group,) = lora._groups._known.values()
         for life, backend in ((FIRST_LIFE, "tcp"), ("j", "rdma")):
             lora.update_groups([replace(group, incarnation=life)])
-            before = lora._links["g"]
+            before = lora._groups._links["g"]
             before.die("the test has it so")
-            await eventually(lambda: lora._links.get("g") not in (None, before), "there is another link")  # noqa: B023
+            await eventually(lambda: lora._groups._links.get("g") not in (None, before), "there is another link")  # noqa: B023
             assert lora.open_links == {"g": backend}
         await check_every_site(case, lora)
 

@@ -66,7 +66,7 @@ async def test_a_step_may_span_groups(tmp_path: Path) -> None:
     async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
         f.know(g, h)
         await f.linked("g", "h")
-        f.lora.placed = {A: ("g",), B: ("h",)}
+        f.lora.place({A: ("g",), B: ("h",)})
         h.generation = 7
         a, b = await f.lease(A), await f.lease(B)
         assert (a.group, b.group) == ("g", "h")
@@ -208,7 +208,7 @@ async def test_a_refused_call_loses_the_step_keeps_the_link_and_asks_for_the_lea
 
 def fail_late(f: Fleet, group: str, error: LinkError) -> None:
     """As a link whose waits only launch: what came of them its `verify` alone tells, once."""
-    end = f.lora._links[group].ends[0]
+    end = f.lora._groups._links[group].ends[0]
 
     def verify() -> None:
         end.verify = lambda: None  # type: ignore[method-assign]
@@ -223,7 +223,7 @@ async def test_a_link_that_failed_unseen_loses_its_own_rows_and_no_others_when_t
     async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
         f.know(g, h)
         await f.linked("g", "h")
-        f.lora.placed = {A: ("g",), B: ("h",)}
+        f.lora.place({A: ("g",), B: ("h",)})
         a, b = await f.lease(A), await f.lease(B)
         fail_late(f, "g", LinkTimeout("the LoRA server did not send message 7 in time"))
         await step(f.lora, [AdapterRows(0, 2, a), AdapterRows(2, 5, b)])

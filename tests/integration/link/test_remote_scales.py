@@ -60,7 +60,7 @@ async def test_a_group_that_scales_beside_one_that_does_not(tmp_path: Path) -> N
     async with fleet(tmp_path) as f, serving(scaling(f, "g")) as g, serving(f.group("h")) as h:
         f.know(g, h)
         await f.linked("g", "h")
-        f.lora.placed = {A: ("g",), B: ("h",)}
+        f.lora.place({A: ("g",), B: ("h",)})
         a, b = await f.lease(A), await f.lease(B)
         y = await step(f.lora, [AdapterRows(0, 2, a), AdapterRows(2, 5, b)])
         assert y.tolist() == [after(a, 5.0)] * 2 + [5.0 + delta_of(b.slot, 1, 1, Site.QKV)] * 5 + [5.0]

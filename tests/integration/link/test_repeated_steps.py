@@ -198,7 +198,7 @@ async def test_a_new_tenancy_of_the_same_slot_is_told_to_the_server(tmp_path: Pa
 
 async def two_groups(f: Fleet) -> list[AdapterRows]:
     """Rows of A under a lease of g, and of B under one of h."""
-    f.lora.placed = {A: ("g",), B: ("h",)}
+    f.lora.place({A: ("g",), B: ("h",)})
     await f.linked("g", "h")
     return [AdapterRows(0, 2, await f.lease(A)), AdapterRows(2, 5, await f.lease(B))]
 

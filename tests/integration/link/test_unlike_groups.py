@@ -70,7 +70,7 @@ class Unlike:
         async with living() as service, engine_of((self.slow, self.fast), service) as lora:
             lora.update_groups(list(told.values()))
             hot = self.case.adapters[:2]
-            lora.placed = {packed.digest: (self.slow.name, self.fast.name) for packed in hot}
+            lora.place({packed.digest: (self.slow.name, self.fast.name) for packed in hot})
             yield lora
 
 

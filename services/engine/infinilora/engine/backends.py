@@ -170,7 +170,7 @@ async def _open_remote(
             on_change=bell.ring,
             slices=model.slices,
         )
-        backend.placed = placement.groups_of
+        backend.place(placement.groups_of)
         stack.callback(backend.close)
         service.spawn(backend.run(), "links")
         service.spawn(_follow_groups(backend, around.members, base, settings.beat_ms / 1000), "groups")
