@@ -1,7 +1,7 @@
 """A step's plan as the native library keeps it: site calls that need no Python.
 
 The serving thread of a link loads each plan that it has checked against its holder's grants. Native code computes by
-it as long as those grants have not moved, and leaves every other call to Python. Mirrors cpu/step.h.
+it as long as none of those grants is taken back, and leaves every other call to Python. Mirrors cpu/step.h.
 """
 
 import ctypes
@@ -55,7 +55,8 @@ class NativeStep:
     def load(self, step_id: int, segments: Tensor, *, ready_layers: int, version: int) -> None:
         """Compute step `step_id` from now on. segments int32 [n, 3] (row_start, rows, slot), in order of rows.
 
-        They were checked against the grants of `version`. Only while nobody computes: the serving thread calls it.
+        They were checked against the grants, of which so many had been taken back (`version`). Only while nobody
+        computes: the serving thread calls it.
         """
         record = self._record
         record.granted_version = _NOBODY
@@ -74,10 +75,6 @@ class NativeStep:
         """Whether a call is being computed. Any thread."""
         return bool(self._record.busy)
 
-    def moved(self, version: int) -> None:
-        """The grants are of this version now, and nothing was taken back. Any thread."""
-        self._record.version = version
-
     def shut(self, version: int) -> None:
-        """The grants are of this version now; returns when nothing computes by an earlier one. Any thread."""
+        """Something granted was taken back; returns when nothing computes by what was before. Any thread."""
         self._shut(self.address, version)

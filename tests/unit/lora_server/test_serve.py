@@ -380,6 +380,30 @@ def test_planned_calls_of_native_kernels_never_come_to_python(link: Link, monkey
             link.call()
 
 
+def test_what_is_granted_beside_a_plan_brings_no_call_of_it_to_python_and_what_is_taken_back_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with living(tmp_path, SlotKernels(num_slots=4, num_layers=2)) as link:
+        link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
+        link.call()
+        calls, dense = list[int](), link.kernels.dense
+
+        def seen(layer: int, *args: Any, **kwargs: Any) -> None:
+            calls.append(layer)
+            dense(layer, *args, **kwargs)
+
+        monkeypatch.setattr(link.kernels, "dense", seen)
+        link.grants.grant(1, 7, 2)
+        link.grants.grant(2, 3, 1)
+        assert link.call()[0, 0] == 16.0
+        assert calls == []
+        link.grants.revoke(2)
+        assert link.call()[0, 0] == 16.0
+        assert calls == [0], "Python looks again, and finds that it was another's"
+        assert link.call()[0, 0] == 16.0
+        assert calls == [0]
+
+
 def test_every_call_computed_is_counted_and_no_refused_one(link: Link) -> None:
     link.engine.send_plan(1, [PlanSegment(0, 4, 1, 7)])
     for _ in range(5):

@@ -1,4 +1,4 @@
-// What one link may compute without Python: a step's plan, checked against the grants of one version of them.
+// What one link may compute without Python: a step's plan, checked against the grants.
 #pragma once
 
 #include "lora.h"
@@ -7,10 +7,10 @@ extern "C" {
 
 // Filled in by Python (step.py) while nobody computes with it; `version` and `busy` alone are shared between threads.
 struct il_step {
-  uint64_t version;  // of the grants as they are: moved by the pool's threads
+  uint64_t version;  // how often something granted was taken back: moved by the pool's threads
   uint32_t busy;     // 1 while a kernel reads what the grants protect
   int32_t ready_layers;
-  uint64_t granted_version;  // of the grants that this plan was checked against
+  uint64_t granted_version;  // what it was when this plan was checked against the grants
   uint64_t step_id;
   const il_segment* segments;  // of the whole step, in order of rows
   const il_site* const* table;  // [slot][place] of the pool
@@ -22,7 +22,7 @@ struct il_step {
 enum { kComputed = 0, kDeclined = 1 };
 
 // One site call in fp32, rows side by side as on the link; writes out [rows, out_cols] whole. kDeclined, and nothing
-// written that counts, where the grants have moved or Python is needed: it finds out why, and says so. With `has_rows`
+// written that counts, where a grant was taken back or Python is needed: it finds out why, and says so. With `has_rows`
 // the first of the topk ids of each row is its row of the step, and the first of its weights is nothing. With `runs`,
 // pairs [begin, end), the columns of out are those runs of a dense site's, side by side. With in_end not 0, x has the
 // inputs [in_begin, in_end) of a dense site, and out is their part of the delta.
@@ -31,6 +31,6 @@ int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_
                         uint32_t topk, uint32_t has_rows, const uint32_t* runs, uint32_t num_runs, const float* x,
                         const int32_t* ids, const float* weights, float* out);
 
-// The grants are of this version from now on; returns when no kernel runs by an earlier one.
+// Something granted was taken back; returns when no kernel runs by what was before.
 void il_step_shut(il_step* step, uint64_t version);
 }

@@ -71,8 +71,11 @@ OnStep = Callable[[Iterable[int]], None]
 class Grants:
     """What one holder may compute with. `lock` is held while a kernel runs; `version` changes with any grant.
 
+    `num_revoked` changes where something is taken back, always with `lock` held.
+
     The pool alone changes it, under its own lock; the holder's step thread reads it. A native step, which takes no
-    lock, is told of every change, and its running kernel is waited for as one under the lock is.
+    lock, is told of what is taken back, and its running kernel is waited for as one under the lock is. What is granted
+    beside the plan that it computes by takes nothing from that: it is not told.
     """
 
     def __init__(self, on_step: OnStep | None = None, device: Device | None = None) -> None:
@@ -81,7 +84,7 @@ class Grants:
         self.device = device or HostDevice()
         self._streams: set[Stream] = set()
         """Of a device that runs launches later: where this holder's are."""
-        self.version = 0
+        self.version = self.num_revoked = 0
         self._granted: dict[int, tuple[int, int]] = {}
         self._native: NativeStep | None = None
 
@@ -91,17 +94,20 @@ class Grants:
             self._on_step(slots)
 
     def tell(self, native: NativeStep) -> None:
-        """From now on tell this step of every change."""
+        """From now on tell this step what is taken back."""
         with self.lock:
             self._native = native
-            native.shut(self.version)
+            native.shut(self.num_revoked)
 
     def grant(self, slot: int, slot_generation: int, layers_ready: int) -> None:
-        """Allow layers 0..layers_ready-1 of a tenancy. Need not wait: nothing that runs loses anything."""
+        """Allow layers 0..layers_ready-1 of a tenancy. Need not wait: nothing that runs loses anything.
+
+        The slot's tenancy before it, if there was one, has been revoked.
+        """
+        known = self._granted.get(slot)
+        assert known is None or known[0] == slot_generation, f"slot {slot} is granted as {known}, not revoked"
         self._granted[slot] = (slot_generation, layers_ready)
         self.version += 1
-        if self._native:
-            self._native.moved(self.version)
 
     def launching(self) -> None:
         """This thread is about to launch what reads granted memory. With `lock` held."""
@@ -128,8 +134,9 @@ class Grants:
 
     def _shut(self) -> None:
         self.version += 1
+        self.num_revoked += 1
         if self._native:
-            self._native.shut(self.version)
+            self._native.shut(self.num_revoked)
 
     def ready_layers(self, segments: Sequence[TenancyRows]) -> int:
         """How many leading layers all segments may compute. Raises AdapterFailed where one is not granted."""
@@ -165,7 +172,7 @@ class StepWork:
                 native.unload()
             else:
                 whole = self.window(0, self.num_rows)
-                native.load(self.step_id, whole, ready_layers=ready, version=self._checked[0])
+                native.load(self.step_id, whole, ready_layers=ready, version=grants.num_revoked)
 
     def require(self, grants: Grants, layer: int) -> None:
         """Raise unless every segment's tenancy is granted and has this layer. With `grants.lock` held."""

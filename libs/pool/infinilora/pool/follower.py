@@ -22,6 +22,7 @@ from infinilora.pool.pages import PAGE_BYTES
 from infinilora.pool.retire import RetireQueue
 from infinilora.pool.scales import AdapterScales, SiteScale
 from infinilora.pool.share import Share
+from infinilora.pool.telling import is_worth_telling
 from infinilora.protocol.adapter import Manifest
 from infinilora.protocol.errors import AdapterFailed, InfiniLoraError, Internal
 from infinilora.protocol.ids import Digest
@@ -176,10 +177,13 @@ class FollowerPool:
             if tenancy is None or tenancy.scales is None:
                 return
             tenancy.scales.read(count - 1, target.layers[count - 1])
+            told = tenancy.layers_ready
+            if not is_worth_telling(told, count, self._config.num_layers + 1):
+                return
             tenancy.layers_ready = count
             for grants in self._grants.values():
                 grants.grant(target.slot, target.slot_generation, count)
-            scales = tenancy.scales.of(count - 1)
+            scales = [scale for layer in range(told, count) for scale in tenancy.scales.of(layer)]
             self._listener.ready(target.slot, target.slot_generation, count, scales=scales, tier=tier)
 
     def failed(self, digest: Digest, error: InfiniLoraError) -> None:

@@ -92,8 +92,19 @@ class _Turn:
     load: _Load = field(compare=False)
 
 
+@dataclass(slots=True)
+class _Lane:
+    """Loads that wait for a thread, a heap. Somebody `idle` waits for the first of them, unless all are at work."""
+
+    idle: threading.Condition
+    turns: list[_Turn] = field(default_factory=list)
+
+
 class Loader:
-    """`_loads` holds every load that may still call back; each is resting, in its lane's heap, or with a thread."""
+    """`_loads` holds every load that may still call back; each is resting, in its lane's heap, or with a thread.
+
+    A thread that puts a load back looks for the next itself and wakes nobody: a load that is alone stays with it.
+    """
 
     def __init__(
         self,
@@ -112,43 +123,43 @@ class Loader:
         self._kernels = kernels
         self._listener = listener
         self._on_death = on_death
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._loads: dict[Digest, _Load] = {}
-        self._turns: tuple[list[_Turn], list[_Turn]] = ([], [])
+        self._lanes = tuple(_Lane(threading.Condition(self._lock)) for _ in lanes)
         self._num_turns = 0
         self._num_stopping = 0
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"loader-{name}-{i}", daemon=True)
-            for lane, name in enumerate(lanes._fields)
-            for i in range(lanes[lane])
+            for lane, name, count in zip(self._lanes, lanes._fields, lanes, strict=True)
+            for i in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
     def want(self, digest: Digest) -> None:
         """Read the manifest; `sized` or `failed` follows. Does nothing if the digest is on its way already."""
-        with self._changed:
+        with self._lock:
             if digest not in self._loads:
                 self._loads[digest] = load = _Load(digest)
-                self._schedule(load, 0.0)
+                self._schedule(load)
 
     def stage(self, digest: Digest, target: Target) -> None:
         """Give the digest's load its memory: `layer_ready` follows for each layer."""
-        with self._changed:
+        with self._lock:
             load = self._loads.get(digest)
             if load is None:
                 self._loads[digest] = load = _Load(digest)
-                self._schedule(load, 0.0)
+                self._schedule(load)
             assert load.target is None
             load.target = target
             if load.is_resting:
                 load.is_resting = False
-                self._schedule(load, 0.0)
+                self._schedule(load)
 
     def cancel(self, digest: Digest) -> bool:
         """Nobody wants it. True: no thread touches its memory from now on; False: `stopped` will say when."""
-        with self._changed:
+        with self._lock:
             load = self._loads.pop(digest, None)
             if load is None:
                 return True
@@ -161,9 +172,10 @@ class Loader:
 
     def close(self) -> None:
         """Stop the threads; no callback comes after this returns."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
-            self._changed.notify_all()
+            for lane in self._lanes:
+                lane.idle.notify_all()
         for thread in self._threads:
             thread.join()
         for load in self._loads.values():
@@ -173,33 +185,40 @@ class Loader:
     @property
     def num_loads(self) -> int:
         """Loads that have not ended, resting ones and those still stopping included."""
-        with self._changed:
+        with self._lock:
             return len(self._loads) + self._num_stopping
 
-    def _schedule(self, load: _Load, pause_s: float) -> None:
+    def _schedule(self, load: _Load, pause_s: float = 0.0, *, looks_itself: bool = False) -> None:
+        """Put it into its lane. `looks_itself`: the calling thread is of that lane and will take what is next."""
         self._num_turns += 1
-        heappush(self._turns[load.is_far], _Turn(time.monotonic() + pause_s, self._num_turns, load))
-        self._changed.notify_all()
+        lane = self._lanes[load.is_far]
+        heappush(lane.turns, _Turn(time.monotonic() + pause_s, self._num_turns, load))
+        if not looks_itself:
+            lane.idle.notify()
 
-    def _run(self, lane: int) -> None:
+    def _run(self, lane: _Lane) -> None:
         try:
-            while load := self._next(self._turns[lane]):
+            while load := self._next(lane):
                 self._work(load)
         except BaseException as error:
             self._on_death(error)
             raise
 
-    def _next(self, turns: list[_Turn]) -> _Load | None:
-        with self._changed:
+    def _next(self, lane: _Lane) -> _Load | None:
+        turns = lane.turns
+        with self._lock:
             while not self._is_closing:
                 pause_s = turns[0].not_before - time.monotonic() if turns else None
-                if pause_s is not None and pause_s <= 0:
-                    load = heappop(turns).load
-                    if not load.is_cancelled:
-                        load.is_running = True
-                        return load
-                else:
-                    self._changed.wait(pause_s)
+                if pause_s is None or pause_s > 0:
+                    lane.idle.wait(pause_s)
+                    continue
+                load = heappop(turns).load
+                if load.is_cancelled:
+                    continue
+                if turns:  # another must wait for these now
+                    lane.idle.notify()
+                load.is_running = True
+                return load
         return None
 
     def _work(self, load: _Load) -> None:
@@ -215,7 +234,7 @@ class Loader:
                 self._load_layer(load, load.source, load.target)
         except NotNear:
             load.is_far = True
-            self._end_turn(load)
+            self._end_turn(load, looks_itself=False)
         except Unavailable as error:
             self._try_again(load, error)
         except InfiniLoraError as error:
@@ -249,7 +268,7 @@ class Loader:
     def _rest_s(self, load: _Load, target: Target, started: float) -> float:
         """What resident traffic is owed for a layer loaded since `started`; after the last one others pay it."""
         now, sizes = time.monotonic(), [layer.numel() for layer in target.layers]
-        with self._changed:
+        with self._lock:
             num_bytes = sizes[load.next_layer - 1]
             pause_s = self._pace.pause_s(num_bytes, now - started, now, total_bytes=sum(sizes))
         return pause_s if any(sizes[load.next_layer :]) else 0.0
@@ -269,12 +288,12 @@ class Loader:
         if self._end_turn(load, is_last=True):
             self._listener.failed(load.digest, error)
 
-    def _end_turn(self, load: _Load, *, pause_s: float = 0.0, is_last: bool = False) -> bool:
+    def _end_turn(self, load: _Load, *, pause_s: float = 0.0, is_last: bool = False, looks_itself: bool = True) -> bool:
         """The thread lets go of the load; False if it was cancelled meanwhile (then `stopped` has been called).
 
         A load with nothing to do before it is given memory rests.
         """
-        with self._changed:
+        with self._lock:
             load.is_running = False
             is_cancelled = load.is_cancelled
             if is_cancelled:
@@ -282,7 +301,7 @@ class Loader:
             elif is_last:
                 del self._loads[load.digest]
             elif load.source is None or load.target is not None:
-                self._schedule(load, pause_s)
+                self._schedule(load, pause_s, looks_itself=looks_itself)
             else:
                 load.is_resting = True
         if is_cancelled or is_last:

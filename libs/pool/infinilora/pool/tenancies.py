@@ -18,6 +18,7 @@ from infinilora.pool.loader import Loader, Target
 from infinilora.pool.memory import SlotMemory
 from infinilora.pool.scales import SiteScale
 from infinilora.pool.slots import SlotTable
+from infinilora.pool.telling import is_worth_telling
 from infinilora.pool.tenancy import Drain, Place, Refuse, Slot, SlotState
 from infinilora.pool.wanted import Wanted
 from infinilora.pool.watch import PoolWatch
@@ -163,8 +164,11 @@ class Tenancies:
 
     def _advance(self, shard: int, index: int, slot_generation: int, count: int, tier: str, now: float) -> bool:
         count = self._memory.layers_ready(shard, index, slot_generation, count)
+        known = self.table.slots[index]
+        if not is_worth_telling(known.layers_ready, count, known.num_layers):
+            return False
         slot = self.table.layers_ready(index, slot_generation, count, now)
-        if slot is None or not count:
+        if slot is None:
             return False
         self.tell(slot)
         if slot.state is not SlotState.READY:

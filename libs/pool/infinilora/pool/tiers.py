@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,7 +166,7 @@ class PackedSource:
                     f"packed file of {self._digest} ends within layer {layer}: "
                     f"found {len(data)} bytes, wanted {piece.num_bytes}"
                 )
-            into[at : at + piece.num_bytes] = data
+            np.copyto(np.frombuffer(into[at : at + piece.num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # no GIL
             at += piece.num_bytes
         self._tiers.verify(self._pieces(layer, start, into))
         if self._writer:

@@ -6,7 +6,7 @@
 A device's kernels are launched, on a stream of this thread's; where its own link carries the rows, so is the answer.
 
 Where the link is a ring and the kernels are native, site calls that need nothing but their plan are answered inside
-`recv`, without Python; here come those whose grants have moved since the plan, and the rest.
+`recv`, without Python; here come those whose grants were taken back since the plan, and the rest.
 
 Knows no lease and no stream: what this engine may compute with, `Grants` says at each call.
 """
