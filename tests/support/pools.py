@@ -75,7 +75,9 @@ def pack_some_experts(
 
 
 class WatchedBlobs:
-    """A store seen through: counts ranged reads, can fail, and can hold readers at a gate."""
+    """A store seen through: counts ranged reads, can fail, and can hold readers at a gate. Is read ahead, as S3 is."""
+
+    most_ahead_bytes = 8 << 20
 
     def __init__(self, inner: BlobStore) -> None:
         self.inner = inner

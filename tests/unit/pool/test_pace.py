@@ -1,6 +1,8 @@
 """How fast loads may go, by hand; and that a pool's loads keep to it while others are served."""
 
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -71,11 +73,13 @@ class Recorded(Pace):
     def __init__(self, pace: Pace) -> None:
         super().__init__(pace.share, most_stretched_s=0.9)
         self.rests: list[float] = []
+        self.spent_s: list[float] = []
 
     @override
     def pause_s(self, num_bytes: int, seconds: float, now: float, *, total_bytes: int) -> float:
         rest = super().pause_s(num_bytes, seconds, max(self._stepped_s, 0.0) or now, total_bytes=total_bytes)
         self.rests.append(rest)
+        self.spent_s.append(seconds)
         return rest
 
 
@@ -156,3 +160,12 @@ def test_loads_of_a_shard_that_follows_go_slowly_while_what_is_whole_there_is_se
     assert idle
     assert not any(idle)
     assert any(served)
+
+
+def test_a_load_pays_for_its_processor_time_and_opening_it_is_paid_with_the_first_layer(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    house.load(0)
+    assert house.pace.spent_s[: CARD.num_layers] == [2.0, 1.0, 1.0]

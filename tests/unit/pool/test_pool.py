@@ -21,6 +21,7 @@ from infinilora.protocol.adapter import Site
 from infinilora.protocol.errors import AdapterFailed, Overloaded, Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import DirectoryBlobs
+from infinilora.weights.packed import packed_ranges, read_header
 from support.cards import make_card
 from support.pools import DefinedKernels, Packed, Told, WatchedBlobs, pack, rows_of
 from support.procs import wait_until
@@ -171,6 +172,17 @@ def test_layers_become_ready_one_by_one_and_then_all(house: House) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == len(told.states[-1].layer_sites) == CARD.num_layers + 1
     assert told.states[0].layer_sites == told.states[-1].layer_sites
+
+
+def test_a_store_that_is_not_read_ahead_is_asked_for_each_layer_alone(house: House) -> None:
+    adapter = house.pack(1)
+    house.blobs.most_ahead_bytes = 0
+    leased(house.pool(), adapter.digest)
+    with adapter.path.open("rb") as file:
+        header = read_header(file)
+    layers = [packed_ranges(header, layer) for layer in range(CARD.num_layers)]
+    wanted = [(ranges[0][1], sum(num_bytes for _, _, num_bytes in ranges)) for ranges in layers]
+    assert [(offset, num_bytes) for _, offset, num_bytes in house.blobs.reads if offset] == wanted
 
 
 def test_many_holders_of_one_digest_cause_one_load(house: House) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infinilora.pool.pool import AdapterPool, PoolConfig
+from infinilora.pool.config import PoolConfig
+from infinilora.pool.pool import AdapterPool
 from infinilora.pool.telling import PARTS, is_worth_telling
 from infinilora.protocol.shards import Shape
 from infinilora.runtime.blobs import DirectoryBlobs

@@ -79,6 +79,8 @@ class _Load:
     target: Target | None = None
     next_layer: int = 0
     attempts: int = 0
+    opening_s: float = 0.0
+    """Processor time that it took to open, which the pace has not heard of yet."""
     is_far: bool = False
     is_resting: bool = False
     is_running: bool = False
@@ -225,8 +227,9 @@ class Loader:
         try:
             if load.source is None:
                 opened = self._tiers.open_far if load.is_far else self._tiers.open_near
+                started = time.thread_time()
                 load.source = source = opened(load.digest)
-                load.attempts = 0
+                load.attempts, load.opening_s = 0, time.thread_time() - started
                 if self._end_turn(load):
                     self._listener.sized(load.digest, source.whole)
             else:
@@ -247,7 +250,7 @@ class Loader:
             self._fail(load, AdapterFailed(f"adapter {load.digest} does not fit this base: {error}"))
 
     def _load_layer(self, load: _Load, source: PackedSource, target: Target) -> None:
-        layer, started = load.next_layer, time.monotonic()
+        layer, started = load.next_layer, time.thread_time()
         data = target.layers[layer]
         _read_layer(source, layer, data, self._device)
         at = 0
@@ -263,14 +266,17 @@ class Loader:
         self._listener.layer_ready(target, load.next_layer, source.tier)
         if is_last:
             source.commit()
-        self._end_turn(load, pause_s=self._rest_s(load, target, started), is_last=is_last)
+        self._end_turn(load, pause_s=self._rest_s(load, target, time.thread_time() - started), is_last=is_last)
 
-    def _rest_s(self, load: _Load, target: Target, started: float) -> float:
-        """What resident traffic is owed for a layer loaded since `started`; after the last one others pay it."""
+    def _rest_s(self, load: _Load, target: Target, spent_s: float) -> float:
+        """What resident traffic is owed for a layer that took this processor time; after the last one others pay it.
+
+        Waiting for a store or a device takes nothing from anybody.
+        """
         now, sizes = time.monotonic(), [layer.numel() for layer in target.layers]
         with self._lock:
-            num_bytes = sizes[load.next_layer - 1]
-            pause_s = self._pace.pause_s(num_bytes, now - started, now, total_bytes=sum(sizes))
+            num_bytes, spent_s, load.opening_s = sizes[load.next_layer - 1], spent_s + load.opening_s, 0.0
+            pause_s = self._pace.pause_s(num_bytes, spent_s, now, total_bytes=sum(sizes))
         return pause_s if any(sizes[load.next_layer :]) else 0.0
 
     def _try_again(self, load: _Load, error: Unavailable) -> None:

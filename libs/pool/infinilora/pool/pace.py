@@ -1,7 +1,8 @@
 """How fast adapters may be loaded while rows of resident ones are served. Pure: told the time; no I/O.
 
 Loads take bytes from a bucket. While steps of resident adapters come, it is refilled with a share of what loading has
-been measured to bring; while none come, nobody waits. A load alone is never stretched to more than MOST_STRETCHED_S.
+been measured to bring for its processor time; while none come, nobody waits. A load alone is never stretched to more
+than MOST_STRETCHED_S.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Pace:
         self._stepped_s = now
 
     def pause_s(self, num_bytes: int, seconds: float, now: float, *, total_bytes: int) -> float:
-        """How long a load of `total_bytes` rests after `num_bytes` that it brought in `seconds`.
+        """How long a load of `total_bytes` rests after `num_bytes` that it brought in `seconds` of processor time.
 
         Not thread-safe.
         """

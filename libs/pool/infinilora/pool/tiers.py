@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinilora.kernels.hashing import sha256_each
 from infinilora.pool.backoff import NotStored
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
@@ -27,14 +28,13 @@ from infinilora.protocol.adapter import SiteEntry
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blob_store import BlobStore
-from infinilora.weights.packed import PackedHeader, packed_ranges, verify
+from infinilora.weights.packed import PackedHeader, packed_ranges, verify_hash
 
 logger = logging.getLogger(__name__)
 
 FIRST_READ_BYTES = 1 << 20
-MOST_READ_BYTES = 8 << 20
-"""A ranged GET asks for at least so much while there is more, twice as much each time: the first layer comes soon, and
-an adapter of 10 MB in four requests."""
+"""A ranged GET asks for at least so much while there is more, twice as much each time, as far as the store is read
+ahead: the first layer comes soon, and an adapter of 10 MB in four requests."""
 LENGTH_BYTES = 8
 
 
@@ -57,28 +57,27 @@ class _StoreReader:
         self._name = keys.packed(digest)
         self._start = 0
         self._held = b""
-        self._ahead_bytes = FIRST_READ_BYTES
+        self._ahead_bytes = min(FIRST_READ_BYTES, blobs.most_ahead_bytes)
 
-    def read(self, offset: int, num_bytes: int, most_bytes: int = MOST_READ_BYTES) -> memoryview:
+    def read(self, offset: int, num_bytes: int, most_bytes: int | None = None) -> memoryview:
         """Bytes [offset, offset + num_bytes); shorter only where the object ends. Raises Unavailable.
 
-        `most_bytes`: how far from `offset` on it may read ahead.
+        `most_bytes`: how far from `offset` on it may read ahead; None: as far as the store likes.
         """
         skip = offset - self._start
         if skip < 0 or skip + num_bytes > len(self._held):
             try:
-                self._held = self._blobs.get_range(
-                    self._name, offset, max(num_bytes, min(self._ahead_bytes, most_bytes))
-                )
+                ahead = self._ahead_bytes if most_bytes is None else min(self._ahead_bytes, most_bytes)
+                self._held = self._blobs.get_range(self._name, offset, max(num_bytes, ahead))
             except FileNotFoundError as error:
                 raise NotStored(f"{self._name} is not in the object store") from error
-            self._ahead_bytes = min(2 * self._ahead_bytes, MOST_READ_BYTES)
+            self._ahead_bytes = min(2 * self._ahead_bytes, self._blobs.most_ahead_bytes)
             self._start, skip = offset, 0
         return memoryview(self._held)[skip : skip + num_bytes]
 
 
 class _Piece(NamedTuple):
-    """Blocks that lie side by side, few enough bytes to be hashed while a core still has them in its cache."""
+    """Blocks that lie side by side: two at least, hashed together; few enough bytes that a core still has them."""
 
     offset: int
     """In the file."""
@@ -160,7 +159,7 @@ class PackedSource:
             return
         at = 0
         for piece in self._cut.pieces(layer) if self._cut else (Piece(start, len(into)),):
-            data = self._store.read(*piece, self._cut.may_read(piece.offset) if self._cut else MOST_READ_BYTES)
+            data = self._store.read(*piece, self._cut.may_read(piece.offset) if self._cut else None)
             if len(data) != piece.num_bytes:
                 raise AdapterFailed(
                     f"packed file of {self._digest} ends within layer {layer}: "
@@ -222,7 +221,7 @@ class PackedSource:
             for block in range(entry.num_blocks):
                 blocks.append((entry, block, data[at : at + block_bytes]))
                 at += block_bytes
-                if at - first >= PIECE_BYTES:
+                if at - first >= PIECE_BYTES and len(blocks) > 1:
                     pieces.append(_Piece(start + first, data[first:at], blocks))
                     first, blocks = at, []
         if blocks:
@@ -319,5 +318,6 @@ def _verify_each(pieces: Sequence[_Piece], read: Callable[[_Piece], None] | None
     for piece in pieces:
         if read:
             read(piece)
-        for entry, number, data in piece.blocks:
-            verify(entry, number, data)
+        digests = sha256_each([data for _, _, data in piece.blocks])
+        for (entry, number, _), found in zip(piece.blocks, digests, strict=True):
+            verify_hash(entry, number, found.hex())

@@ -32,7 +32,13 @@ class Blob(NamedTuple):
 
 
 class BlobStore(Protocol):
-    """A flat space of named bytes. What was put is whole or absent, never half."""
+    """A flat space of named bytes. What was put is whole or absent, never half.
+
+    `most_ahead_bytes`: how far whoever reads by ranges best asks ahead; 0 where asking costs nothing but the bytes.
+    """
+
+    @property
+    def most_ahead_bytes(self) -> int: ...
 
     def put_file(self, name: str, path: Path, *, if_absent: bool = False) -> bool: ...
     def put(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:

@@ -28,6 +28,8 @@ ABANDONED_S = 600.0
 class DirectoryBlobs:
     """The files below `root`, under the names of their paths."""
 
+    most_ahead_bytes = 0
+
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._is_swept = False

@@ -52,6 +52,8 @@ class S3Place:
 class S3Blobs:
     """One bucket. Made on first use if it is missing and we may; safe from many threads."""
 
+    most_ahead_bytes = 8 << 20
+
     def __init__(
         self,
         place: S3Place,

@@ -36,6 +36,10 @@ class WatchedBlobs:
         """`store` while it does not answer, for a beat."""
         return () if self.answers else (STORE,)
 
+    @property
+    def most_ahead_bytes(self) -> int:
+        return self._blobs.most_ahead_bytes
+
     async def ask_while_away(self, name: str, *, every_s: float = ASK_S) -> None:
         """Ask for a byte of this object while the store does not answer. Runs for ever."""
         while True:
