@@ -43,18 +43,25 @@ class FactsDesk:
     async def answer(self, pieces: AsyncIterator[Any], call: Call) -> AsyncGenerator[Any, None]:
         """The answer to one request, in pieces."""
         left_s = call.time_left_s()
-        if self._num_here > MAX_WAITING:
-            raise Overloaded("too many wait for facts of this base; ask another engine", retry_after_s=2.0)
-        self._num_here += 1
         try:
-            async with asyncio.timeout(LONGEST_S if left_s is None else min(left_s, LONGEST_S)), self._turn:
-                answer = await self._answer(pieces)
+            async with asyncio.timeout(LONGEST_S if left_s is None else min(left_s, LONGEST_S)):
+                if self._num_here > MAX_WAITING:
+                    async for _ in pieces:  # a caller who still writes would not hear why
+                        pass
+                    raise Overloaded("too many wait for facts of this base; ask another engine", retry_after_s=2.0)
+                answer = await self._in_turn(pieces)
         except TimeoutError:
             raise DeadlineExceeded("the facts were not asked for, or not found, in time") from None
-        finally:
-            self._num_here -= 1
         for start in range(0, len(answer), PIECE_BYTES):
             yield pb.FilePiece(data=answer[start : start + PIECE_BYTES])
+
+    async def _in_turn(self, pieces: AsyncIterator[Any]) -> bytes:
+        self._num_here += 1
+        try:
+            async with self._turn:
+                return await self._answer(pieces)
+        finally:
+            self._num_here -= 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
