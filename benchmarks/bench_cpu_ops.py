@@ -17,7 +17,7 @@ from roof import best_s, measure_roof
 from torch.nn import functional
 
 from infinilora.kernels import cpu_ops, native
-from infinilora.kernels.memory import SideBySide
+from infinilora.kernels.large_pages import SideBySide
 from infinilora.kernels.settings import LEVELS
 
 TARGET = 0.7

@@ -12,6 +12,7 @@ prompt too; rounds are interleaved, figures are medians.
 
 import argparse
 import asyncio
+import hashlib
 import subprocess
 import sys
 import threading
@@ -39,7 +40,6 @@ from infinilora.engine.lora.remote import RemoteLora
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sequence import SamplingParams
 from infinilora.engine.sequence import Sequence as Tokens
-from infinilora.kernels.hashing import sha256_each
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings, Opener
 from infinilora.lora_server.leases import SERVICE, Identity, LoraServer
@@ -260,9 +260,9 @@ def store(work: Path, card: BaseCard, *, rank: int, number: int, seeds: Iterator
 
 def floor_s(num_bytes: int) -> float:
     """Read, hash and copy once."""
-    data, out = memoryview(bytearray(num_bytes)), bytearray(num_bytes)
+    data, out = bytearray(num_bytes), bytearray(num_bytes)
     started = time.perf_counter()
-    sha256_each([data[: num_bytes // 2], data[num_bytes // 2 :]])
+    hashlib.sha256(data).digest()
     out[:] = data
     return time.perf_counter() - started
 

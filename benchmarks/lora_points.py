@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinilora.kernels import abi
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP, Part, SiteWeights, segment_table
-from infinilora.kernels.memory import large_pages
+from infinilora.kernels.large_pages import large_pages
 
 POOL_BYTES, RING_BYTES, MAX_COPIES = 192 << 20, 8 << 20, 4096
 EXPERTS, TOPK = 4, 2

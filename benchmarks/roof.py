@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinilora.kernels.memory import large_pages
+from infinilora.kernels.large_pages import large_pages
 
 PIECES_BYTES = (1 << 20, 4 << 20, 16 << 20)
 FAR_BYTES, NEAR_BYTES = 384 << 20, 16 << 20

@@ -85,12 +85,6 @@ class MeasuredCall(Structure):
     )
 
 
-class Stretch(Structure):
-    """`il_stretch`."""
-
-    _fields_ = (("data", c_void_p), ("bytes", c_int64))
-
-
 class AttentionCall(Structure):
     """`il_attention`."""
 
@@ -119,8 +113,6 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "il_lora_moe_down": (_I32, (_PTR, _PTR, _I64, _PTR, _PTR, _PTR, _I64)),
     "il_measure_lora": (_I32, (_PTR, _I32)),
     "il_step_compute": (_I32, (_PTR, c_uint64, *[c_uint32] * 10, _PTR, c_uint32, _PTR, _PTR, _PTR, _PTR)),
-    "il_has_sha256": (_I32, ()),
-    "il_sha256": (None, (_PTR, _I32, _PTR)),
     "il_step_shut": (None, (_PTR, c_uint64)),
     "il_paged_attention": (None, (_PTR,)),
     "il_rms_norm": (None, (_PTR, _I64, _PTR, _I64, _PTR, c_float, _PTR, _I32, _I32)),

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from infinilora.kernels import native
 from infinilora.kernels.abi import DTYPE_CODES, AttentionCall
-from infinilora.kernels.memory import SideBySide
+from infinilora.kernels.large_pages import SideBySide
 
 PANEL = 32
 """Outputs in a packed panel (`kPanel` of cpu/kernels.h)."""

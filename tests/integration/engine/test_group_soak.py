@@ -6,7 +6,6 @@ Each token that any client was told is checked against the oracle under that cli
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +81,7 @@ def soak(dice: random.Random, engine: TestEngine, digests: Sequence[Digest], cou
     """Clients that come at random, some of whom leave early, until the last one is done."""
     stem = [dice.randrange(3, VOCAB) for _ in range(24)]
     clients: list[Client] = []
-    deadline = time.monotonic() + 60 + count
     while len(clients) < count or engine.loop._jobs:
-        assert time.monotonic() < deadline, "some sequences did not end"
         if len(clients) < count and dice.random() < 0.4:
             clients.append(ask(dice, engine, dice.choice([None, *digests]), stem))
         if clients and dice.random() < 0.02:

@@ -1,7 +1,6 @@
 """The coordinator's mirror: what a store has lost is not taken for what has no name any more."""
 
 import pytest
-from typing_extensions import override
 
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys
@@ -10,21 +9,9 @@ from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.memory import MemoryStore
 from support.coordinator_world import stamp
+from support.emptied_store import Emptied
 
 A, B = Digest("sha256:" + "a" * 64), Digest("sha256:" + "b" * 64)
-
-
-class Emptied(MemoryStore):
-    """Is emptied once, in the middle of a reading."""
-
-    is_due = False
-
-    @override
-    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
-        if self.is_due:
-            self.is_due = False
-            self.empty()
-        return await super().journal(key, after, limit)
 
 
 async def begin(store: MemoryStore, number: int) -> None:
@@ -40,12 +27,18 @@ async def write(store: MemoryStore, name: str, digest: Digest) -> None:
     assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
 
 
-async def test_a_registry_that_is_gone_is_waited_for_and_keeps_its_names_meanwhile() -> None:
-    store = MemoryStore()
+async def with_a(store: MemoryStore) -> Registry:
+    """A mirror that has read `a` out of a registry that has begun."""
     registry = Registry(store)
     await begin(store, 1)
     await write(store, "a", A)
     await registry.refresh()
+    return registry
+
+
+async def test_a_registry_that_is_gone_is_waited_for_and_keeps_its_names_meanwhile() -> None:
+    store = MemoryStore()
+    registry = await with_a(store)
     store.empty()
     for _ in range(2):
         with pytest.raises(Unavailable, match="puts it back"):
@@ -55,10 +48,7 @@ async def test_a_registry_that_is_gone_is_waited_for_and_keeps_its_names_meanwhi
 
 async def test_what_was_put_back_is_read_anew_though_its_numbers_are_no_lower() -> None:
     store = MemoryStore()
-    registry = Registry(store)
-    await begin(store, 1)
-    await write(store, "a", A)
-    await registry.refresh()
+    registry = await with_a(store)
     store.empty()
     await write(store, "b", B)
     await begin(store, 2)
@@ -68,10 +58,7 @@ async def test_what_was_put_back_is_read_anew_though_its_numbers_are_no_lower() 
 
 async def test_what_is_lost_while_it_is_read_leaves_nothing_that_could_be_acted_on() -> None:
     store = Emptied()
-    registry = Registry(store)
-    await begin(store, 1)
-    await write(store, "a", A)
-    await registry.refresh()
+    registry = await with_a(store)
     await write(store, "b", B)
     store.is_due = True
     with pytest.raises(Unavailable):

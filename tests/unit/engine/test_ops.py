@@ -16,7 +16,6 @@ from infinilora.engine.model.spec import read_spec
 from infinilora.engine.model.weights import load_weights, rope_table
 from infinilora.engine.sched.scheduler import Limits
 from infinilora.engine.sizes import Sizes
-from infinilora.kernels import native
 from support.engines import TestEngine, load_tiny
 from support.large_pages import LARGE_PAGES, flags_of
 from support.oracle import Oracle
@@ -46,7 +45,6 @@ def test_products_norms_and_activations_agree() -> None:
     torch.testing.assert_close(residuals[0], rand(5, 48, seed=1) + x)
 
 
-@pytest.mark.skipif(native.load() is None, reason="without the library a weight is not packed")
 def test_weights_on_a_processor_lie_side_by_side_in_large_pages() -> None:
     ops, memory = CpuOps(), set[int]()
     for out_dim in (70, 96, 33):

@@ -4,7 +4,6 @@ import asyncio
 from uuid import uuid4
 
 import pytest
-from typing_extensions import override
 
 from infinilora.gateway.ledger import Ledger
 from infinilora.gateway.registry import Registry
@@ -14,6 +13,7 @@ from infinilora.protocol.adapter import AdapterRecord, RegistryLife
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.memory import MemoryBus, MemoryStore
+from support.emptied_store import Emptied
 
 
 def digest(letter: str) -> Digest:
@@ -119,19 +119,6 @@ async def test_a_change_before_anybody_has_looked_waits_for_what_was_there() -> 
     house.store.empty()
     record = (await house.ledgers[0].point("t", "a", content("b"))).record
     assert [(version.version, version.digest) for version in record.versions] == [(1, digest("a")), (2, digest("b"))]
-
-
-class Emptied(MemoryStore):
-    """Is emptied once, in the middle of a reading."""
-
-    is_due = False
-
-    @override
-    async def journal(self, key: str, after: int, limit: int) -> list[tuple[str, int]]:
-        if self.is_due:
-            self.is_due = False
-            self.empty()
-        return await super().journal(key, after, limit)
 
 
 async def test_what_is_lost_while_it_is_read_is_not_lost_in_memory() -> None:

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import platform
-import sys
 import threading
 import time
 import weakref
@@ -14,19 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinilora.kernels import cpu_ops, native
+from infinilora.kernels import cpu_ops
 from infinilora.link import shm
 from infinilora.link.errors import LinkTimeout
 from infinilora.link.frame import Header, Kind
 from infinilora.link.layout import At, RingFile, create_ring_file
 from infinilora.link.ports import Ticket
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64" or native.load() is None,
-    reason="reads a system call's number, and the native ring's wake-ups",
-)
-
-SYS_FUTEX, FUTEX_WAIT = 202, 0
+SYS_FUTEX, FUTEX_WAIT = {"x86_64": 202, "aarch64": 98}[platform.machine()], 0
 WAITING, BELL = 4, 8
 """Bytes from the beginning of an end's line in the file header."""
 ROWS, COLS = 4, 256

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infinilora.kernels.memory import large_pages
+from infinilora.kernels.large_pages import large_pages
 from infinilora.protocol.errors import InvalidRequest
 
 _CUDA = re.compile(r"cuda(?::([0-9]+))?")

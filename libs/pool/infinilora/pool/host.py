@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infinilora.kernels.memory import large_pages
+from infinilora.kernels.large_pages import large_pages
 from infinilora.pool.pages import PAGE_BYTES, PageArena, Run
 from infinilora.protocol.errors import InvalidRequest
 from infinilora.protocol.ids import Digest

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from infinilora.kernels.memory import large_pages
+from infinilora.kernels.large_pages import large_pages
 from infinilora.protocol.errors import InvalidRequest
 
 PAGE_BYTES = 4096

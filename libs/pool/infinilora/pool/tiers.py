@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilora.kernels.hashing import sha256_each
 from infinilora.pool.backoff import NotStored
 from infinilora.pool.cache import CachedFile, CacheWriter, DiskCache
 from infinilora.pool.host import HostAdapter, HostTier
@@ -28,7 +27,7 @@ from infinilora.protocol.adapter import SiteEntry
 from infinilora.protocol.errors import AdapterFailed
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.blob_store import BlobStore
-from infinilora.weights.packed import PackedHeader, packed_ranges, verify_hash
+from infinilora.weights.packed import PackedHeader, packed_ranges, verify
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class _StoreReader:
 
 
 class _Piece(NamedTuple):
-    """Blocks that lie side by side: two at least, hashed together; few enough bytes that a core still has them."""
+    """Blocks that lie side by side, few enough bytes to be hashed while a core still has them in its cache."""
 
     offset: int
     """In the file."""
@@ -221,7 +220,7 @@ class PackedSource:
             for block in range(entry.num_blocks):
                 blocks.append((entry, block, data[at : at + block_bytes]))
                 at += block_bytes
-                if at - first >= PIECE_BYTES and len(blocks) > 1:
+                if at - first >= PIECE_BYTES:
                     pieces.append(_Piece(start + first, data[first:at], blocks))
                     first, blocks = at, []
         if blocks:
@@ -318,6 +317,5 @@ def _verify_each(pieces: Sequence[_Piece], read: Callable[[_Piece], None] | None
     for piece in pieces:
         if read:
             read(piece)
-        digests = sha256_each([data for _, _, data in piece.blocks])
-        for (entry, number, _), found in zip(piece.blocks, digests, strict=True):
-            verify_hash(entry, number, found.hex())
+        for entry, number, data in piece.blocks:
+            verify(entry, number, data)

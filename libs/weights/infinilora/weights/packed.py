@@ -277,11 +277,7 @@ def packed_ranges(header: PackedHeader, layer: int) -> list[tuple[SiteEntry, int
 
 def verify(entry: SiteEntry, block: int, data: bytes | bytearray | memoryview) -> None:
     """Raise AdapterFailed unless `data` is what was written as this block (expert) of this site."""
-    verify_hash(entry, block, hashlib.sha256(data).hexdigest())
-
-
-def verify_hash(entry: SiteEntry, block: int, found: str) -> None:
-    """As `verify`, where the block's sha256 (hex) was found already."""
+    found = hashlib.sha256(data).hexdigest()
     if found != entry.sha256[block]:
         raise AdapterFailed(
             f"packed file: layer {entry.layer} site {entry.site.label} block {block}: "

@@ -8,7 +8,7 @@ from torch import Tensor
 from infinilora.engine.model.ops import Linear, Paging
 from infinilora.kernels import cpu_ops
 from infinilora.kernels.cpu_ops import PackedWeight, Storage
-from infinilora.kernels.memory import SideBySide
+from infinilora.kernels.large_pages import SideBySide
 
 
 class CpuOps:

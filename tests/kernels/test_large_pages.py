@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from infinilora.kernels import native
 from infinilora.kernels.cpu_ops import PackedWeight, Storage
-from infinilora.kernels.memory import SideBySide, large_pages
+from infinilora.kernels.large_pages import SideBySide, large_pages
 from infinilora.pool.pages import PageArena
 from support.large_pages import LARGE_PAGES, flags_of
 
@@ -41,7 +40,6 @@ def test_tensors_side_by_side_are_their_own_and_share_a_chunk_until_it_is_full()
     assert memory.empty((1 << 16,), torch.float32).shape == (1 << 16,), "one that is larger than a chunk has its own"
 
 
-@pytest.mark.skipif(native.load() is None, reason="without the library a weight is not packed")
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 def test_weights_packed_side_by_side_are_those_packed_alone(storage: Storage) -> None:
     memory, weights = SideBySide(1 << 16), [torch.randn(n, 41) for n in (1, 33, 64, 200)]
