@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from roof import best_of
 from torch import Tensor
 
 from infinilora.kernels import abi
@@ -166,15 +167,14 @@ class Calls:
         )
 
     def best_s(self, library: ctypes.CDLL, seconds: float) -> float:
-        """The least of many calls, of copy after copy, no Python between them."""
+        """`best_of` many calls, of copy after copy, no Python between them."""
         times: list[int] = []
         end = time.perf_counter() + seconds
         while not times or time.perf_counter() < end:
             if library.il_measure_lora(ctypes.addressof(self._calls), self._count):
                 raise RuntimeError("the kernels refuse a call of this benchmark")
             times += [call.took_ns for call in self._calls]
-        least = sorted(times)[:3]
-        return sum(least) / len(least) / 1e9
+        return best_of(times) / 1e9
 
 
 def weight_bytes(point: Point, buffers: Buffers) -> int:

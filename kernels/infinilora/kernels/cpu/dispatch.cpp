@@ -1,6 +1,8 @@
 // Chooses the instruction set, by asking the processor once.
 #include "kernels.h"
 
+#include <unistd.h>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -37,6 +39,13 @@ const Kernels& kernels() {
   if (level == 1) return kAvx2;
 #endif
   return kPortable;
+}
+
+int first_cache_bytes() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  if (long bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE); bytes > 0) return static_cast<int>(bytes);
+#endif
+  return 32768;
 }
 
 }  // namespace il

@@ -36,6 +36,10 @@ constexpr int kLeastTiled = 5, kPanelBytes = 512;  // of 5, 9, 17 and 256..2048,
 // So long before their turn the weights of a single row are asked for. Of 2048..16384 the best on a Zen 5 core,
 // 2026-12-01.
 constexpr int kAheadBytes = 8192;
+constexpr int kSecondCache = 2;  // as __builtin_prefetch counts
+
+// A core's nearest cache for data; 32 KiB where nobody says.
+int first_cache_bytes();
 
 // v[i, rank] = x[i] . a[rank], for rows [0, rows) and ranks [rank, rank + ranks).
 struct ShrinkChunk {

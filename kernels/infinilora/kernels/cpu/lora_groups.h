@@ -34,10 +34,10 @@ constexpr int kColumnStep = 64, kRankStep = 4;
 constexpr int kChunksPerThread = 3;
 
 // What a core does in a nanosecond, roughly: weighs chunks against one another and against the cost of waiting.
-constexpr int64_t kBytesPerNs = 25, kMacsPerNs = 100;
-constexpr int64_t kJoinNs = 1000;   // a job more
-constexpr int64_t kLeastChunkNs = 1500;
-constexpr int64_t kAloneNs = 1500;  // over before a thread that is awake could help
+constexpr int64_t kBytesPerNs = 25, kMacsPerNs = 60;
+constexpr int64_t kJoinNs = 800;    // a job more
+constexpr int64_t kLeastChunkNs = 1000;
+constexpr int64_t kAloneNs = 1000;  // over before a thread that is awake could help
 constexpr int64_t kWakeNs = 8000;   // over before a thread that sleeps could help
 
 int min(int a, int b) { return a < b ? a : b; }
@@ -161,7 +161,7 @@ void in_shares(int chunks, int64_t cost, const Run& run) {
     for (int t = 1; t <= threads; ++t) is_last |= chunk + 1 == Shares::first_of(chunks, t, threads);
     run({chunk, thread, is_last ? -1 : chunk + 1});
   };
-  parallel_shares(chunks, take, cost >= kWakeNs);
+  parallel_shares(chunks, take, cost < kWakeNs);
 }
 
 // Groups and the scratch that says how they are cut.
@@ -182,6 +182,9 @@ struct Groups {
   }
 };
 
+// Into how many chunks of about `share` a job is cut that costs so much.
+int chunks_of(int64_t cost, int64_t share) { return static_cast<int>((cost + share / 2) / share); }
+
 // What a chunk of a job cut along ranks or columns may cost: as many for each thread as are worth taking.
 int64_t share_ns(int64_t cost) {
   const int64_t each = cost / num_threads() + 1;
@@ -198,7 +201,7 @@ Cut cut_ranks(const Groups& groups, int64_t cost) {
   const int64_t share = share_ns(cost);
   return groups.cut([&](const Group& g) {
     if (by_rows(g)) return ceil_div(g.rows, kRowChunk);
-    return max(1, min(ceil_div(g.rank, kRankStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
+    return max(1, min(ceil_div(g.rank, kRankStep), chunks_of(cost_ns(g, g.rows) / 2, share)));
   });
 }
 
@@ -231,7 +234,7 @@ Region start_of_bt(const Chunk& chunk) { return start_of_bt(chunk.group, chunk.c
 void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulate) {
   const int64_t share = share_ns(cost / 2);
   const Cut columns_cut = groups.cut_again([&](const Group& g) {
-    return max(1, min(ceil_div(g.columns, kColumnStep), static_cast<int>(cost_ns(g, g.rows) / 2 / share)));
+    return max(1, min(ceil_div(g.columns, kColumnStep), chunks_of(cost_ns(g, g.rows) / 2, share)));
   });
   const int count = columns_cut.count();
   shrink_all(cut_ranks(groups, cost / 2), cost / 2, [&](int thread) {
@@ -250,7 +253,7 @@ void run_by_ranks_and_columns(const Groups& groups, int64_t cost, bool accumulat
   const int threads = num_threads();
   const int64_t cost = groups.cost_ns(), share = cost / (2 * threads) + 1;
   const Cut cut = groups.cut([&](const Group& g) {
-    int wanted = static_cast<int>(cost_ns(g, g.rows) / share), most = g.rows / kLeastRows;
+    int wanted = chunks_of(cost_ns(g, g.rows), share), most = g.rows / kLeastRows;
     return max(ceil_div(g.rows, kRowChunk), threads == 1 ? 1 : min(wanted, most));
   });
   // Chunks that are much alike end in rounds; of others the last may be waited for.

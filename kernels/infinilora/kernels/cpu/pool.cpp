@@ -70,6 +70,7 @@ struct Pool {
   int num_workers = 0;
   std::atomic<bool> stop{false};
   std::atomic<int64_t> spin_ns{100000};  // longer than the Python between two operations of one layer
+  int64_t brief_ns = INT64_MIN / 2;      // when the last brief job was over; under the caller's lock
 
   std::atomic<const void*> data{nullptr};
   std::atomic<RunChunk> run{nullptr};
@@ -161,7 +162,13 @@ void run_alone(int num_chunks, const void* data, RunChunk run) {
   for (int chunk = 0; chunk < num_chunks; ++chunk) run(data, chunk, 0);
 }
 
-void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
+// A worker that is woken for a brief job comes too late for it, and is awake for the next, if that is soon.
+bool come_often() {
+  return pool.sleeping_workers.load(std::memory_order_relaxed) &&
+         now_ns() - pool.brief_ns < pool.spin_ns.load(std::memory_order_relaxed) / 2;
+}
+
+void run_job(int num_chunks, const void* data, RunChunk run, bool is_brief) {
   bool alone = num_chunks <= 1 || pool.num_workers == 0 || in_job;
   if (alone || pthread_mutex_trylock(&pool.caller_lock) != 0) {
     wake_owed();
@@ -174,11 +181,12 @@ void run_job(int num_chunks, const void* data, RunChunk run, bool wake) {
   pool.left.store(num_chunks, std::memory_order_relaxed);
   uint64_t number = (pool.work.load(std::memory_order_relaxed) >> 32) + 1;
   pool.work.store(number << 32 | static_cast<uint32_t>(num_chunks), std::memory_order_release);
-  announce(wake);
+  announce(!is_brief || come_often());
   wake_owed();
   take_chunks(0);
   wait_until(pool.left, pool.sleeping_caller, pool.spin_ns.load(std::memory_order_relaxed),
              [] { return pool.left.load(std::memory_order_acquire) == 0; });
+  if (is_brief) pool.brief_ns = now_ns();
   pthread_mutex_unlock(&pool.caller_lock);
 }
 
@@ -199,9 +207,9 @@ void wake_owed() {
   num_owed = 0;
 }
 
-void parallel_for(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, true); }
+void parallel_for(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, false); }
 
-void parallel_for_awake(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, false); }
+void parallel_for_brief(int num_chunks, const void* job, RunChunk run) { run_job(num_chunks, job, run, true); }
 
 namespace {
 

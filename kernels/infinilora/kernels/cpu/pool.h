@@ -20,13 +20,14 @@ using RunChunk = void (*)(const void* job, int chunk, int thread);
 // with another caller's job, or inside one, the caller runs its chunks alone.
 void parallel_for(int num_chunks, const void* job, RunChunk run);
 
-// The same by those workers only that are awake: for a job that is over before a sleeping one had come.
-void parallel_for_awake(int num_chunks, const void* job, RunChunk run);
+// The same for a job that is over before a sleeping worker had come: by those that are awake. The others are woken
+// only where such jobs come one after another.
+void parallel_for_brief(int num_chunks, const void* job, RunChunk run);
 
 // `body(chunk, thread)` for each chunk.
 template <class Body>
-void parallel_chunks(int num_chunks, const Body& body, bool wake = true) {
-  (wake ? parallel_for : parallel_for_awake)(num_chunks, &body, [](const void* job, int chunk, int thread) {
+void parallel_chunks(int num_chunks, const Body& body, bool is_brief = false) {
+  (is_brief ? parallel_for_brief : parallel_for)(num_chunks, &body, [](const void* job, int chunk, int thread) {
     (*static_cast<const Body*>(job))(chunk, thread);
   });
 }
@@ -87,13 +88,13 @@ class Shares {
 // `body(piece, thread)` for each of `count` pieces: a chunk is all that a thread can get of them, so that from piece to
 // piece it writes where nobody else does.
 template <class Body>
-void parallel_shares(int count, const Body& body, bool wake = true) {
+void parallel_shares(int count, const Body& body, bool is_brief = false) {
   Shares shares(count, num_threads());
   const int takers = count < num_threads() ? count : num_threads();
   auto take_all = [&](int, int thread) {
     for (int piece; (piece = shares.take(thread)) >= 0;) body(piece, thread);
   };
-  parallel_chunks(takers, take_all, wake);
+  parallel_chunks(takers, take_all, is_brief);
 }
 
 // At least `bytes` of memory, aligned to 64, that belong to the calling thread until its next call.
