@@ -11,9 +11,10 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from roof import best_s, measure_roof
+from roof import RoofMeter, best_s
 from torch.nn import functional
 
 from infinilora.kernels import cpu_ops, native
@@ -111,15 +112,16 @@ def main() -> None:
     if library is None:
         raise SystemExit("no native library: nothing to measure")
     threads = cpu_ops.set_threads(arguments.threads)
-    roof = measure_roof(library, 2 * arguments.seconds)
+    meter = RoofMeter(library, 2 * arguments.seconds)
+    roof = meter.roof
     print(f"{threads} threads: {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s\n")
     print(f"{'case':58} {'us':>9} {'GB/s':>7} {'GFLOP/s':>8} {'of floor':>8}")
     ratios = {}
     for case in cases():
         if arguments.only not in case.name:
             continue
-        took = best_s(case.run, case.copies, arguments.seconds)
-        ratio = roof.floor_s(case.num_bytes, case.flops) / took
+        took, beside = meter.beside(partial(best_s, case.run, case.copies, arguments.seconds), arguments.seconds / 4)
+        ratio = beside.floor_s(case.num_bytes, case.flops) / took
         ratios[case.name] = ratio
         rates = f"{case.num_bytes / took / 1e9:7.1f} {case.flops / took / 1e9:8.1f}"
         print(f"{case.name:58} {took * 1e6:9.1f} {rates} {ratio:8.2f}")

@@ -3,10 +3,10 @@
     delta[t] = scale · (x[t] · Aᵀ) · Bt       rows of up to 64 adapters in one call
 
 Floor: A and Bt of each adapter of the batch from memory once, these and x and the delta through the last cache once, or
-the multiply-adds, whichever takes longest; all limits are measured in the run. Every call works on the next of many
-layers, and x and the delta lie in rings as long as a link's, so nothing is in a cache that would not be there in a
-server. Torch does the same in the best of its ways: a product for each adapter (of 16-bit weights also widened), or A
-and Bt gathered for each row.
+the multiply-adds, whichever takes longest; all limits are measured in the run, memory's beside each point. Every call
+works on the next of many layers, and x and the delta lie in rings as long as a link's, so nothing is in a cache that
+would not be there in a server. Torch does the same in the best of its ways: a product for each adapter (of 16-bit
+weights also widened), or A and Bt gathered for each row.
 
     python benchmarks/bench_kernels.py [--threads N] [--seconds S] [--only TEXT] [--without-torch]
 """
@@ -16,11 +16,11 @@ import ctypes
 import itertools
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from lora_points import Buffers, Calls, Memory, Point, num_flops, row_bytes, torch_ways, weight_bytes
-from roof import Roof, best_s, measure_roof
+from roof import Roof, RoofMeter, best_s
 
 from infinilora.kernels import cpu_ops, native
 from infinilora.kernels.batch import MOE_DOWN, MOE_GATE_UP
@@ -60,25 +60,28 @@ def main() -> None:
     if library is None:
         raise SystemExit("no native library: nothing to measure")
     threads = cpu_ops.set_threads(options.threads)
-    roof = measure_roof(library, 1.0)
+    meter = RoofMeter(library, 1.0)
+    roof = meter.roof
     far, near, peak = (limit / 1e9 for limit in (roof.bytes_per_s, roof.near_per_s, roof.flops_per_s))
     print(f"{threads} threads: {far:.1f} GB/s from memory, {near:.1f} from the last cache, {peak:.0f} GFLOP/s\n")
     print(f"{'adapters x rows':45} {'KB':>7} {'MFLOP':>7} {'floor us':>9} {'us':>8} {'of floor':>8} {'x torch':>8}")
-    memory, ratios, gains = Memory(), {}, {}
+    memory, ratios, gains, bandwidths = Memory(), {}, {}, [roof.bytes_per_s]
     for point in (p for p in points() if options.only in p.name):
-        ratio, gain = measure(point, memory, library, roof, options)
+        ratio, gain, beside = measure(point, memory, library, meter, options)
         ratios[point.name] = ratio
+        bandwidths.append(beside.bytes_per_s)
         if gain is not None:
             gains[point.name] = gain
-    report(ratios, gains, threads=threads, level=LEVELS[library.il_level()], roof=roof)
+    report(ratios, gains, threads=threads, level=LEVELS[library.il_level()], roof=roof, bandwidths=bandwidths)
 
 
 def measure(
-    point: Point, memory: Memory, library: ctypes.CDLL, roof: Roof, options: argparse.Namespace
-) -> tuple[float, float | None]:
-    """(floor over time, torch's time over ours), and a line of the table."""
+    point: Point, memory: Memory, library: ctypes.CDLL, meter: RoofMeter, options: argparse.Namespace
+) -> tuple[float, float | None, Roof]:
+    """(floor over time, torch's time over ours, the roof beside it), and a line of the table."""
     buffers = Buffers.of(point)
-    took = Calls(point, memory, buffers).best_s(library, options.seconds)
+    calls = Calls(point, memory, buffers)
+    took, roof = meter.beside(lambda: calls.best_s(library, options.seconds), options.seconds / 2)
     ways = [] if options.without_torch else torch_ways(point, memory, buffers)
     torch_s = min((best_s(way, point.copies, options.seconds / 2) for way in ways), default=None)
     weights, rows, flops = weight_bytes(point, buffers), row_bytes(buffers), num_flops(point)
@@ -86,16 +89,24 @@ def measure(
     ratio, gain = floor / took, torch_s / took if torch_s else None
     sizes = f"{(weights + rows) / 1024:7.0f} {flops / 1e6:7.2f} {floor * 1e6:9.1f} {took * 1e6:8.1f}"
     print(f"{point.name:45} {sizes} {ratio:8.2f} {f'{gain:8.1f}' if gain else ''}", flush=True)
-    return ratio, gain
+    return ratio, gain, roof
 
 
-def report(ratios: dict[str, float], gains: dict[str, float], *, threads: int, level: str, roof: Roof) -> None:
+def report(
+    ratios: dict[str, float],
+    gains: dict[str, float],
+    *,
+    threads: int,
+    level: str,
+    roof: Roof,
+    bandwidths: Sequence[float],
+) -> None:
     worst = min(ratios, key=lambda name: ratios[name])
     slowest = min(gains, key=lambda name: gains[name], default=None)
     conditions = {
         "threads": threads,
         "level": level,
-        "gb_per_s": round(roof.bytes_per_s / 1e9, 1),
+        "gb_per_s": [round(limit(bandwidths) / 1e9, 1) for limit in (min, max)],
         "near_gb_per_s": round(roof.near_per_s / 1e9, 1),
         "gflop_per_s": round(roof.flops_per_s / 1e9),
         "points": len(ratios),

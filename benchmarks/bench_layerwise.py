@@ -59,7 +59,7 @@ from infinilora.weights.ingest import ingest
 from infinilora.weights.synth import write_peft_adapter
 
 THREADS, SLOTS, STEP_TOKENS = 2, 12, 512
-SHARE = 0.05
+SHARE = 0.03
 LAYERS = 30
 IDLE_S = 2 * QUIET_AFTER_S
 """Before a load is measured: by then nobody is being served."""

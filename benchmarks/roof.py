@@ -11,7 +11,7 @@ with its own bandwidth, together with what memory sends through that cache.
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,21 +57,33 @@ def best_s(run: Callable[[int], object], copies: int, seconds: float) -> float:
     return best_of(times)
 
 
-def measure_roof(library: ctypes.CDLL, seconds: float) -> Roof:
-    """Bandwidths: pieces in turn of memory too big for the caches, or for those near a core. Peak: in registers."""
-    memory = large_pages(FAR_BYTES).view(torch.float32).fill_(1)
+class RoofMeter:
+    """Measures the limits. Bandwidths: of pieces in turn of memory too big for the caches, or for those near a core.
 
-    def read_per_s(area: int) -> float:
-        return max(_read_per_s(library, memory, area, piece, seconds / len(PIECES_BYTES)) for piece in PIECES_BYTES)
+    Memory's is measured anew beside whatever is held against it: on a shared host it moves from minute to minute.
+    """
 
-    def multiply_per_s(steps: int) -> float:
-        took = best_s(lambda _: library.il_measure_flops(steps), 1, seconds / len(FLOPS_STEPS))
-        return float(library.il_measure_flops(steps)) / took
+    def __init__(self, library: ctypes.CDLL, seconds: float) -> None:
+        self._library = library
+        self._memory = large_pages(FAR_BYTES).view(torch.float32).fill_(1)
+        flops_per_s = max(self._multiply_per_s(steps, seconds / len(FLOPS_STEPS)) for steps in FLOPS_STEPS)
+        self.roof = Roof(self._read_per_s(FAR_BYTES, seconds), self._read_per_s(NEAR_BYTES, seconds), flops_per_s)
 
-    return Roof(read_per_s(FAR_BYTES), read_per_s(NEAR_BYTES), max(multiply_per_s(steps) for steps in FLOPS_STEPS))
+    def beside(self, run: Callable[[], float], seconds: float) -> tuple[float, Roof]:
+        """What `run` says, and the roof with memory's better bandwidth of just before and just after."""
+        before = self._read_per_s(FAR_BYTES, seconds)
+        found = run()
+        return found, replace(self.roof, bytes_per_s=max(before, self._read_per_s(FAR_BYTES, seconds)))
 
+    def _read_per_s(self, area: int, seconds: float) -> float:
+        def of(piece: int) -> float:
+            start, read = self._memory.data_ptr(), self._library.il_measure_read
+            took = best_s(lambda i: read(start + i * piece, piece // 4), area // piece, seconds / len(PIECES_BYTES))
+            return piece / took
 
-def _read_per_s(library: ctypes.CDLL, memory: torch.Tensor, area: int, piece: int, seconds: float) -> float:
-    start = memory.data_ptr()
-    took = best_s(lambda i: library.il_measure_read(start + i * piece, piece // 4), area // piece, seconds)
-    return piece / took
+        return max(map(of, PIECES_BYTES))
+
+    def _multiply_per_s(self, steps: int, seconds: float) -> float:
+        """In registers."""
+        took = best_s(lambda _: self._library.il_measure_flops(steps), 1, seconds)
+        return float(self._library.il_measure_flops(steps)) / took

@@ -1,9 +1,11 @@
 """Maths = reference = native, for every dtype, instruction set and thread count; and no other adapter passes."""
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -390,6 +392,69 @@ def test_a_job_for_those_awake_ends_while_all_sleep(sleepy: None) -> None:
         out = poisoned(8, 576)
         kernels.dense(1, Site.O, table, x, out, accumulate=False)
         assert largest_error(out, wanted) < 2e-5
+
+
+@pytest.fixture
+def worker() -> Iterator[Path]:
+    """What /proc says of the second thread of a pool of two, asleep. It sleeps as soon as it has nothing to do."""
+    library = native.load()
+    assert library is not None
+    library.il_set_threads(1)
+    library.il_set_spin(0)
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    library.il_set_threads(2)
+    (started,) = set(tasks.iterdir()) - before
+    while is_awake(started) or times_asleep(started) == 0:
+        os.sched_yield()
+    yield started
+    library.il_set_spin(100_000)
+    library.il_set_threads(1)
+
+
+def is_awake(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+
+
+def times_asleep(task: Path) -> int:
+    status = (task / "status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def stay_awake() -> None:
+    """Whoever is awake from now on stays so for longer than a test takes."""
+    library = native.load()
+    assert library is not None
+    library.il_set_spin(10**10)
+
+
+def test_brief_calls_wake_a_sleeping_thread_where_they_follow_one_another(worker: Path) -> None:
+    rng = torch.Generator().manual_seed(4)
+    bound = {
+        slot: lora_maths.random_site(rng, (16,), (576,), in_dim=576, dtype=torch.bfloat16) for slot in (1, 2, 3, 4)
+    }
+    kernels = make_kernels(bound, Site.O, 576, 576)
+    table, x = segment_table([(2 * i, 2, slot) for i, slot in enumerate(bound)]), torch.randn(8, 576)
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            kernels.dense(1, Site.O, table, x, poisoned(8, 576), accumulate=False)
+
+    before = times_asleep(worker)
+    call(50)  # it would be asleep again before the next
+    assert times_asleep(worker) == before
+    stay_awake()
+    call(2)
+    assert is_awake(worker)
+
+
+def test_few_rows_of_one_adapter_are_work_for_two_threads(worker: Path) -> None:
+    """They are cut along its ranks, then along its columns: two jobs, of which the second follows the first."""
+    site = lora_maths.random_site(torch.Generator().manual_seed(5), (32,), (576,), in_dim=576, dtype=torch.bfloat16)
+    kernels = make_kernels({1: site}, Site.O, 576, 576)
+    stay_awake()
+    kernels.dense(1, Site.O, segment_table([(0, 8, 1)]), torch.randn(8, 576), poisoned(8, 576), accumulate=False)
+    assert is_awake(worker)
 
 
 def test_two_threads_may_call_at_once() -> None:

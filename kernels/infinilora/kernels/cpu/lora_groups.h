@@ -37,7 +37,7 @@ constexpr int kChunksPerThread = 3;
 constexpr int64_t kBytesPerNs = 25, kMacsPerNs = 60;
 constexpr int64_t kJoinNs = 800;    // a job more
 constexpr int64_t kLeastChunkNs = 1000;
-constexpr int64_t kAloneNs = 1000;  // over before a thread that is awake could help
+constexpr int64_t kAloneNs = 1500;  // over before a thread that is awake could help
 constexpr int64_t kWakeNs = 8000;   // over before a thread that sleeps could help
 
 int min(int a, int b) { return a < b ? a : b; }

@@ -96,7 +96,7 @@ class Settings(Common):
     a CUDA device. 0: none, which on a CPU is best."""
     cache_bytes: int = Field(default=4 << 30, ge=0)
     """`local` mode: packed files on the local disk, under `var_dir`."""
-    load_share: float = Field(default=0.05, gt=0, le=1)
+    load_share: float = Field(default=0.03, gt=0, le=1)
     """Where this process has a pool: of one core, for all loads together, while rows of adapters in it are served."""
     load_retry_s: float = Field(default=RETRY_S, gt=0, allow_inf_nan=False)
     """Where this process has a pool: how long an adapter that could not be loaded is left alone; the pause doubles

@@ -56,7 +56,7 @@ class Settings(Common):
     """That bring adapters from this machine's memory and disk."""
     fetch_threads: int = Field(default=4, ge=1)
     """That bring adapters from the store; most of the time they wait for it."""
-    load_share: float = Field(default=0.05, gt=0, le=1)
+    load_share: float = Field(default=0.03, gt=0, le=1)
     """Of one core, for all loads together, while rows of resident adapters are served; a load is stretched to ten
     seconds at most. 1: loads never wait."""
     call_limit_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
