@@ -93,6 +93,15 @@ async def test_a_killed_program_runs_again_under_a_new_pid(tmp_path: Path) -> No
         assert heard.events == ["was killed by SIGKILL; starting it again in 0.2 s"]
 
 
+async def test_one_whose_readiness_nobody_waited_for_runs_again_as_often_as_it_dies(tmp_path: Path) -> None:
+    async with running(program(STAYS), tmp_path) as child:
+        for _ in range(3):
+            await until(lambda: child.pid)
+            before = child.pid
+            child.kill()
+            await until(lambda before=before: child.pid not in (None, before))  # type: ignore[misc]  # bound now
+
+
 async def test_a_stopped_program_is_gone_and_stays_gone(tmp_path: Path) -> None:
     heard = Heard()
     async with running(program(STAYS), tmp_path, heard) as child:

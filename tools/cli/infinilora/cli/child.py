@@ -21,7 +21,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 LONG_LIFE_S = 20.0
 """A program that lived this long starts again after the first pause."""
 HOPELESS_DEATHS = 3
-"""So many deaths before the first readiness, and it is not tried again."""
+"""So many deaths before the first readiness, and whoever waits for that is told that it will not come."""
 POLL_S = 0.05
 LEASH = Path(__file__).with_name("leash.py")
 
@@ -151,9 +151,8 @@ class Child:
         self._deaths += 1
         if time.perf_counter() - self._born > LONG_LIFE_S:
             self._pause_s = FIRST_PAUSE_S
-        if self._deaths < HOPELESS_DEATHS or self._was_ready:
-            self._on_event(self.program.name, f"{_how(status)}; starting it again in {self._pause_s:.1f} s")
-            self._timer = loop.call_later(self._pause_s, self._spawn_again)
+        self._on_event(self.program.name, f"{_how(status)}; starting it again in {self._pause_s:.1f} s")
+        self._timer = loop.call_later(self._pause_s, self._spawn_again)
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
 
     def _spawn_again(self) -> None:
