@@ -33,6 +33,8 @@ class Gateway(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             models = [{"id": "tiny", "parent": None}, {"id": "a", "parent": "tiny"}]
             self._say(200, {"object": "list", "data": models})
+        elif self.path == "/v1/fleet":
+            self._say(200, {"leader": None, "members": []})
         elif self.path.startswith("/v1/adapters?"):
             self._list(parse_qs(urlsplit(self.path).query))
         elif record := self.adapters.get(self.path.rsplit("/", 1)[-1]):
@@ -300,6 +302,18 @@ def test_nothing_at_the_url_says_how_to_start_something() -> None:
     code, _, err = run("adapter", "ls", "--url", "http://127.0.0.1:9")
     assert code == UNREACHABLE
     assert "infinilora up" in err
+
+
+def test_status_shows_what_answers_and_says_what_does_not(gateway: tuple[str, type[Gateway]]) -> None:
+    url, nowhere = gateway[0], "http://127.0.0.1:9"
+    code, out, err = run("status", "--url", nowhere, "--coordinator", url)
+    assert code == UNREACHABLE
+    assert "nobody leads" in out
+    assert f"nothing answers at {nowhere}" in err
+    assert "--url" in err
+    code, out, err = run("status", "--url", url, "--coordinator", nowhere, "--json")
+    assert (code, json.loads(out)) == (UNREACHABLE, {"fleet": None, "adapters": []})
+    assert "--coordinator" in err
 
 
 def test_errors_of_the_api_are_leaves_of_the_one_tree(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:

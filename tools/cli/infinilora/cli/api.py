@@ -46,12 +46,15 @@ class Wish(NamedTuple):
 class Api:
     """A gateway, or a coordinator, at one base URL."""
 
-    def __init__(self, url: str, *, api_key: str = "", tenant: str = "") -> None:
+    def __init__(
+        self, url: str, *, api_key: str = "", tenant: str = "", is_coordinator: bool = False, read_s: float = 60.0
+    ) -> None:
         """`tenant`: whose adapters are meant; empty leaves it to the key."""
         self.url = url.rstrip("/")
+        self._option = "--coordinator" if is_coordinator else "--url"
         self._tenant = {"tenant": tenant} if tenant else {}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(60.0, connect=CONNECT_S)
+        timeout = httpx.Timeout(read_s, connect=CONNECT_S)
         # Our services are addressed directly: a proxy of the environment is for other hosts.
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
@@ -163,7 +166,8 @@ class Api:
         try:
             yield
         except httpx.ConnectError as error:
-            raise Unavailable(f"nothing answers at {self.url}; start it with `infinilora up`, or give --url") from error
+            what_to_do = f"start it with `infinilora up`, or give {self._option}"
+            raise Unavailable(f"nothing answers at {self.url}; {what_to_do}") from error
         except httpx.HTTPError as error:
             raise Unavailable(f"{self.url}: {str(error) or type(error).__name__}") from error
 

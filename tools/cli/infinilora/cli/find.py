@@ -25,4 +25,5 @@ def operator(url: str, key: str, var_dir: Path) -> Api:
     if where is None:
         raise InvalidRequest(f"no coordinator is known: {var_dir} runs no system here; give --coordinator URL")
     home = Home(var_dir)
-    return Api(where, api_key=key or (home.secrets().admin_key if not url and home.running() else ""))
+    own_key = home.secrets().admin_key if not url and home.running() else ""
+    return Api(where, api_key=key or own_key, is_coordinator=True)

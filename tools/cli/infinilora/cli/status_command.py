@@ -2,8 +2,10 @@
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.live import Live
@@ -13,9 +15,13 @@ from infinilora.cli.api import Api, Json
 from infinilora.cli.find import coordinator, gateway
 from infinilora.cli.fleet_tables import glance
 from infinilora.cli.options import ApiKey, AsJson, Coordinator, Url, VarDir
-from infinilora.cli.terminal import err, errors, out, show_table, wide
+from infinilora.cli.terminal import UNREACHABLE, err, errors, out, show_error, show_table, wide
 from infinilora.protocol.errors import InvalidRequest, Unavailable
 
+T = TypeVar("T")
+
+LOOK_S = 10.0
+"""For an answer: what was stopped takes connections still, and says nothing."""
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
 Looks = Annotated[int, typer.Option("--looks", min=0, help="End after so many; 0: at Ctrl-C.")]
 
@@ -28,24 +34,46 @@ def status(
     api_key: ApiKey = "",
     var_dir: VarDir = Path(".var"),
 ) -> None:
-    """Show processes, their load, and the adapters."""
+    """Show processes, their load, and the adapters; what does not answer is said, and the rest is shown."""
     with errors():
-        with Api(gateway(url, var_dir), api_key=api_key) as api:
-            adapters = list(api.adapters())
         where = coordinator(coordinator_url, var_dir)
-        fleet: Json | None = None
-        if where:
-            with Api(where) as api:
-                fleet = api.get("/v1/fleet")
+        fleet = _answered(partial(_fleet, where)) if where else None
+        adapters = _answered(partial(_adapters, gateway(url, var_dir), api_key))
     if as_json:
         out.print_json(json.dumps({"fleet": fleet, "adapters": adapters}))
-        return
-    if fleet:
-        show_table(glance(fleet))
-        out.print()
     else:
+        _show(fleet, adapters)
+    if where is None:
         err.print("[dim]no coordinator is known here; --coordinator URL shows the fleet[/dim]")
-    show_adapters(adapters)
+    if adapters is None or (where and fleet is None):
+        raise typer.Exit(UNREACHABLE)
+
+
+def _fleet(where: str) -> Json:
+    with Api(where, is_coordinator=True, read_s=LOOK_S) as api:
+        return api.get("/v1/fleet")
+
+
+def _adapters(where: str, api_key: str) -> list[Json]:
+    with Api(where, api_key=api_key, read_s=LOOK_S) as api:
+        return list(api.adapters())
+
+
+def _answered(ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except Unavailable as error:
+        show_error(error)
+        return None
+
+
+def _show(fleet: Json | None, adapters: list[Json] | None) -> None:
+    if fleet is not None:
+        show_table(glance(fleet))
+    if fleet is not None and adapters is not None:
+        out.print()
+    if adapters is not None:
+        show_adapters(adapters)
 
 
 def top(
@@ -56,7 +84,8 @@ def top(
         where = coordinator(coordinator_url, var_dir)
         if where is None:
             raise InvalidRequest(f"no coordinator is known: {var_dir} runs no system here; give --coordinator URL")
-        with Api(where) as api, Live(console=wide(), screen=out.is_terminal, auto_refresh=False) as live:
+        api = Api(where, is_coordinator=True, read_s=LOOK_S)
+        with api, Live(console=wide(), screen=out.is_terminal, auto_refresh=False) as live:
             try:
                 _watch(api, live, interval, looks)
             except KeyboardInterrupt:
