@@ -113,6 +113,25 @@ def test_a_record_is_held_against_its_simulation(slower: float, is_within: bool,
     assert found["is_within"] is is_within
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"end_s": 0.0}, "requests[0]: found "),
+        ({"ttft_s": -1.0}, "wanted tokens from 1, an arrival from 0, a first token and an end after it"),
+        ({"adapter_bytes": [0]}, "adapter_bytes: found [0]; wanted 1 or more each"),
+    ],
+)
+def test_a_record_that_cannot_be_one_is_named(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = record(tmp_path, slower=1.0)
+    body = json.loads(path.read_text())
+    of_request = {name: value for name, value in changes.items() if name in body["requests"][0]}
+    body["requests"][0] |= of_request
+    path.write_text(json.dumps(body | {name: value for name, value in changes.items() if name not in of_request}))
+    code, out, err = simulated("compare", str(path))
+    assert (code, out) == (REFUSED, "")
+    assert told in err
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_each_published_fleet_serves_a_light_load_in_time(way: Way) -> None:
     house, speeds = read_house(), read_constants(FILE)
@@ -163,6 +182,10 @@ def test_published_adapters_have_the_published_sizes() -> None:
         (["--set", "costs=/nowhere.json"], "found /nowhere.json"),
         (["--ways", "apart"], "Invalid enum value 'apart'"),
         (["--picture", "ttft.png"], "wanted a name that ends in .svg"),
+        (
+            ["--set", "adapter_bytes=[9000000000000000000]"],
+            "adapter_bytes: found [9000000000000000000]; wanted sizes of 1 byte or more, 9007199254740992 at most",
+        ),
         (["compare", "/nowhere.json"], "found /nowhere.json"),
         (["published", "--models", "gpt-5"], "found 'gpt-5'; wanted some of gpt-oss-20b"),
     ],

@@ -202,6 +202,15 @@ def test_a_dead_group_makes_its_rows_wait_for_another() -> None:
     assert world.timeline.now == close(0.360 + 6 * 0.011)
 
 
+@pytest.mark.parametrize("kind", ["engine", "group"])
+def test_what_fails_again_while_it_is_away_is_back_after_the_longer_of_both(kind: str) -> None:
+    failures = [{"kind": kind, "index": 0, "at_s": at_s, "for_s": for_s} for at_s, for_s in ((1.0, 9.0), (2.0, 1.0))]
+    wanted = fleet(mode="disaggregated", failures=failures)
+    ended, world = play(wanted, costs(), asks((5.0, 0, 5, 1)))
+    assert ended[0].is_done
+    assert world.timeline.now > 10.0
+
+
 @pytest.mark.parametrize("can_stretch", [True, False])
 def test_a_sequence_that_pauses_goes_on_where_it_stood_while_others_ran(can_stretch: bool) -> None:
     """The base request runs alone to 0.103 in steps of 11 ms; the adapter's prompt joins for 16, then both take 12.

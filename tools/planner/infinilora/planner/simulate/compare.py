@@ -12,6 +12,7 @@ from infinilora.planner.simulate.load import MAX_TOKENS, Request
 from infinilora.planner.simulate.outcome import Outcome, Slo, quantiles
 from infinilora.planner.simulate.run import serviceable_rate, simulate, simulate_load
 from infinilora.planner.simulate.scenario import Scenario, Way
+from infinilora.planner.workload import MAX_BYTES, MAX_NUMBER
 from infinilora.protocol.errors import InvalidRequest
 
 TOLERANCE = 0.15
@@ -82,10 +83,14 @@ def read_record(path: Path) -> Record:
         raise InvalidRequest(f"{path}: {error}; wanted what bench record writes", param="record") from None
     if not record.requests:
         raise InvalidRequest(f"{path}: found no requests; wanted one or more", param="record")
+    if not all(1 <= size <= MAX_BYTES // len(record.adapter_bytes) for size in record.adapter_bytes):
+        raise InvalidRequest(f"{path}: adapter_bytes: found {list(record.adapter_bytes)}; wanted 1 or more each")
     for index, one in enumerate(record.requests):
-        numbers_are_right = 1 <= one.prompt <= MAX_TOKENS and 1 <= one.output <= MAX_TOKENS and one.arrival_s >= 0
-        if not (numbers_are_right and -1 <= one.adapter < len(record.adapter_bytes)):
-            wanted = f"tokens from 1, an arrival from 0, an adapter below {len(record.adapter_bytes)}"
+        has_tokens = 1 <= one.prompt <= MAX_TOKENS and 1 <= one.output <= MAX_TOKENS
+        has_times = 0 <= one.arrival_s < one.end_s <= MAX_NUMBER and 0 < one.ttft_s <= MAX_NUMBER
+        if not (has_tokens and has_times and -1 <= one.adapter < len(record.adapter_bytes)):
+            times = "an arrival from 0, a first token and an end after it"
+            wanted = f"tokens from 1, {times}, an adapter below {len(record.adapter_bytes)}"
             raise InvalidRequest(f"{path}: requests[{index}]: found {one}; wanted {wanted}", param="record")
     return record
 

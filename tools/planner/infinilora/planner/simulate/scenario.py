@@ -83,9 +83,10 @@ def _check(scenario: Scenario) -> None:
         check_fleet(scenario.fleet)
     with _part("load"):
         check_load(scenario.load)
-    sizes = scenario.adapter_bytes
-    if not sizes or not all(1 <= size <= MAX_BYTES // scenario.load.adapters for size in sizes):
-        raise InvalidRequest(f"found {list(sizes)}; wanted sizes of 1 byte or more", param="adapter_bytes")
+    sizes, most = scenario.adapter_bytes, MAX_BYTES // scenario.load.adapters
+    if not sizes or not all(1 <= size <= most for size in sizes):
+        told = f"found {list(sizes)}; wanted sizes of 1 byte or more, {most} at most"
+        raise InvalidRequest(told, param="adapter_bytes")
     for name in ("ttft_s", "tpot_s"):
         if not getattr(scenario.slo, name) > 0:
             raise InvalidRequest(f"found {getattr(scenario.slo, name):g}; wanted a number above 0", param=f"slo.{name}")

@@ -73,6 +73,7 @@ class World:
             for _ in range(fleet.gateways)
         ]
         self._placed_at: dict[int, str] = {}
+        self._back_s: dict[str, float] = {}
         self._num_arrived = 0
         self._progress, self._progress_s = 0, 0.0
 
@@ -268,9 +269,14 @@ class World:
         if own := self.own.get(key):
             own.die()
             own.rise()
-        self.timeline.at(back_s, lambda: setattr(self._beats[key], "is_alive", True))
+        self._rise_at(back_s, key, lambda: setattr(self._beats[key], "is_alive", True))
 
     def _fail_group(self, name: str, back_s: float) -> None:
         for holder, digest in self.groups[name].die():
             self._desks[holder].lost(name, digest, self._fleet.detect_s)
-        self.timeline.at(back_s, self.groups[name].rise)
+        self._rise_at(back_s, name, self.groups[name].rise)
+
+    def _rise_at(self, back_s: float, name: str, rise: Callable[[], None]) -> None:
+        """Of failures that overlap, the one that lasts longest has the last word."""
+        self._back_s[name] = max(back_s, self._back_s.get(name, 0.0))
+        self.timeline.at(back_s, lambda: rise() if back_s >= self._back_s[name] else None)
