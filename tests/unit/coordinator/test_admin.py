@@ -46,6 +46,7 @@ class Desk:
             audit=self.audit,
             models=lambda: self.models,
             ceilings={"engines": 8, "groups": 2},
+            follows="none",
         )
 
     async def do(self, act: Act, reason: str = "") -> Any:
@@ -274,6 +275,14 @@ async def test_counts_by_hand_are_kept_beside_each_other_until_they_are_given_up
         assert len(await desk.acts()) == 4
 
 
+async def test_a_count_that_nobody_carries_out_is_told_as_that() -> None:
+    async with a_desk() as desk:
+        done = await desk.do(Scale("engines", 3))
+        assert (done["follows"], done["frozen"]) == ("none", False)
+        await desk.do(Freeze())
+        assert (await desk.do(Scale("engines", 2)))["frozen"]
+
+
 async def test_more_than_the_ceiling_is_had_where_it_is_forced_and_the_audit_says_so() -> None:
     async with a_desk() as desk:
         assert (await desk.do(Scale("engines", 9, force=True)))["changed"]
@@ -318,6 +327,7 @@ async def test_a_standby_has_the_leader_do_it_and_says_so_when_nobody_leads() ->
             audit=desk.audit,
             models=dict,
             ceilings={},
+            follows="none",
         )
         request = AdminRequest(act=Freeze(), who="bob")
         with pytest.raises(Unavailable, match="no coordinator leads"):

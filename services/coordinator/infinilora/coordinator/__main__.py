@@ -74,6 +74,7 @@ async def serve(service: Service, settings: Settings) -> None:
             audit=audit,
             models=lambda: _models(reconciler, ahead.show()["desired"]),
             ceilings={"engines": settings.max_engines, "groups": settings.max_groups},
+            follows=settings.scaler,
         )
         await bus.serve(subjects.admin(settings.coordinator_id), AdminRequest, admin.obey)
         operators = Bearers(parse_keys(settings.admin_keys.get_secret_value(), "operator"))

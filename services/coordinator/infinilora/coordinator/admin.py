@@ -54,10 +54,12 @@ class Admin:
         audit: Audit,
         models: Callable[[], Mapping[Fingerprint, str]],
         ceilings: Mapping[TierName, int],
+        follows: str,
     ) -> None:
         """`models`: the served names of the bases that are here, or are scaled to nothing.
 
-        `ceilings`: how many engines and groups of one base there may be, unless an operator forces more.
+        `ceilings`: how many engines and groups of one base there may be, unless an operator forces more. `follows`:
+        who carries counts out, as the settings name it.
         """
         self._store = store
         self._bus = bus
@@ -66,6 +68,7 @@ class Admin:
         self._audit = audit
         self._models = models
         self._ceilings = ceilings
+        self._follows = follows
 
     async def do(self, request: AdminRequest) -> AdminReply:
         """Here if this process leads, else where the leader is."""
@@ -183,13 +186,15 @@ class Admin:
         if act.count is not None and act.count > self._ceilings[tier] and not act.force:
             most = f"at most {self._ceilings[tier]}, the coordinator's max_{tier}"
             raise InvalidRequest(f"count is {act.count}; wanted {most}, or to be forced", param="count")
+        is_frozen = await self._store.get(keys.FREEZE, Frozen) is not None
         found = await self._store.get(keys.SCALE, dict[str, int])
         before, name = (found.value if found else {}), by_hand(tier, model)
         after = {key: count for key, count in before.items() if key != name}
         if act.count is not None:
             after[name] = act.count
         await self._audit.write(request, epoch, [Change(keys.SCALE, found.raw if found else None, after)])
-        return {"tier": tier, "model": model, "count": act.count, "changed": after != before}
+        carried_out = {"follows": self._follows, "frozen": is_frozen}
+        return {"tier": tier, "model": model, "count": act.count, "changed": after != before, **carried_out}
 
     async def _record(self, name: str) -> Value[AdapterRecord]:
         """Of `name` or `tenant/name`."""

@@ -18,6 +18,10 @@ VAR = Path(".var")
 AUTO, TAKEN = "auto", "taken"
 SHOWN = 50
 """Moves in a table; --json has more."""
+UNFOLLOWED = (
+    "the coordinator carries out no counts here (INFINILORA_SCALER is none; with `infinilora up`, --max-engines or "
+    "--max-groups change that): whoever follows infinilora_desired does"
+)
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME or TENANT/NAME.")]
 Evicted = Annotated[str, typer.Argument(metavar="ADAPTER", help="NAME, TENANT/NAME, or sha256:...")]
@@ -180,6 +184,10 @@ def scale(
     fields = {"tier": tier, "count": number, "model": model} | ({"force": True} if force else {})
     done = Desk(coordinator, admin_key, var_dir).act("scale", reason, **fields)
     out.print(f"{tier} of {done['model']}: {count}{'' if done['changed'] else ', as before'}", markup=False)
+    if done.get("frozen"):
+        out.print("the fleet is frozen: carried out once it is not any more")
+    elif done.get("follows") == "none":
+        out.print(UNFOLLOWED)
 
 
 def audit(
