@@ -259,6 +259,15 @@ async def test_a_value_of_another_shape_is_named(store: Store, key: str) -> None
         await store.get(key, Record)
 
 
+async def test_a_counter_and_a_lease_of_another_shape_are_named(redis_server: ValkeyServer, key: str) -> None:
+    async with RedisStore(redis_server.url) as store, redis.asyncio.Redis.from_url(redis_server.url) as client:
+        for words in ("soon", "x owner", "1.5 owner"):
+            await client.set(key, words)
+            for read in (store.counter, store.lease):
+                with pytest.raises(Internal, match=r"not a int"):
+                    await read(key)
+
+
 # Heat
 
 

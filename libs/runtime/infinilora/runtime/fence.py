@@ -8,7 +8,7 @@ import logging
 
 from infinilora.protocol import keys
 from infinilora.protocol.control import Command
-from infinilora.protocol.errors import StaleEpoch, Unavailable
+from infinilora.protocol.errors import Internal, StaleEpoch, Unavailable
 from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ class Fence:
             self.is_known = True
         except Unavailable as error:
             logger.warning("epoch not read yet", extra={"reason": error.message})
+        except Internal as error:  # a person must mend it
+            logger.error("epoch unreadable", extra={"reason": error.message})  # noqa: TRY400 - no traceback
 
     def check(self, command: Command) -> None:
         """Raises StaleEpoch for a command of a leader that is none any more."""

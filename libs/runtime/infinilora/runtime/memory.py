@@ -254,7 +254,7 @@ class MemoryStore:
 
     async def lease(self, key: str) -> Lease | None:
         held = self._read(key)
-        return None if held is None else parse_lease(held.decode())
+        return None if held is None else parse_lease(key, held)
 
     def empty(self) -> None:
         """Lose everything, as by FLUSHALL."""

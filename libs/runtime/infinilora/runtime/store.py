@@ -262,7 +262,8 @@ class RedisStore:
 
     async def counter(self, key: str) -> int:
         async with self._deadline():
-            return int(await self._redis.get(key) or 0)
+            raw = await self._redis.get(key)
+        return 0 if raw is None else decode(key, raw, int)
 
     async def add_heat(
         self, half_lives: Mapping[str, float], counts: Mapping[Digest, float], *, age_s: float = 0.0
@@ -304,7 +305,7 @@ class RedisStore:
     async def lease(self, key: str) -> Lease | None:
         async with self._deadline():
             held = await self._redis.get(key)
-        return None if held is None else parse_lease(held.decode())
+        return None if held is None else parse_lease(key, held)
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -359,9 +360,9 @@ class Breaker:
         self._failures = 0
 
 
-def parse_lease(text: str) -> Lease:
-    epoch, _, owner = text.partition(" ")
-    return Lease(owner, int(epoch))
+def parse_lease(key: str, raw: bytes) -> Lease:
+    epoch, _, owner = raw.partition(b" ")
+    return Lease(owner.decode(errors="replace"), decode(key, epoch, int))
 
 
 def decode(key: str, raw: bytes, kind: type[T]) -> T:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from infinilora.protocol import keys
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,15 @@ class Leadership:
                 await self._acquire(asked_at)
         except Unavailable as error:
             logger.debug("lease not renewed", extra={"error": error.message})
-            if not self.is_leading:
-                self.leader = None
+            self._doubt()
+        except Internal as error:  # what lies there is no lease: nobody leads until a person has mended it
+            logger.error("lease unreadable", extra={"error": error.message})  # noqa: TRY400 - no traceback
+            self._doubt()
         self._show()
+
+    def _doubt(self) -> None:
+        if not self.is_leading:
+            self.leader = None
 
     async def deposed(self) -> None:
         """A process has seen a younger leader. Where the store knows of none, its counter was lost: begin far above."""
@@ -72,7 +78,7 @@ class Leadership:
         try:
             if holding is not None and await self._store.counter(keys.EPOCH) == holding:
                 self.epoch = 2 * holding
-        except Unavailable as error:
+        except (Unavailable, Internal) as error:
             logger.debug("epoch not read", extra={"error": error.message})
         await self.resign()
 
@@ -83,7 +89,7 @@ class Leadership:
         if holding is not None:
             try:
                 await self._store.release_lease(keys.LEADER, self._owner, holding)
-            except Unavailable:
+            except (Unavailable, Internal):
                 return  # it runs out by itself
 
     async def _renew(self, epoch: int, asked_at: float) -> bool:

@@ -11,7 +11,7 @@ from infinilora.pool.follower import FollowerPool
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys
 from infinilora.protocol.control import Beat, GroupLoad
-from infinilora.protocol.errors import Unavailable
+from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.runtime.metrics import LoraServerMetrics
 from infinilora.runtime.service import Service
 from infinilora.runtime.store import Store
@@ -70,6 +70,8 @@ async def keep_residency(store: Store, group: str, pool: AdapterPool, commands: 
             await store.put(keys.residency(group), pool.resident(), ttl_s=RESIDENCY_TTL_S)
         except Unavailable as error:
             logger.debug("residency not written", extra={"reason": error.message})
+        except Internal as error:  # a person must mend it; beats say what is resident, too
+            logger.error("residency refused", extra={"reason": error.message})  # noqa: TRY400 - no traceback
         await asyncio.sleep(RESIDENCY_EVERY_S)
 
 
