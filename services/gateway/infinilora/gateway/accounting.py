@@ -90,6 +90,8 @@ class Accounting:
             await self._store.add_heat(self._half_lives, gathered, age_s=age_s)
         except Unavailable:
             logger.debug("heat lost", extra={"adapters": len(gathered)})
+        except Internal as error:  # a person must mend what lies there; requests are served without it
+            logger.error("heat lost", extra={"reason": error.message})  # noqa: TRY400 - no traceback
 
     async def ended(self, answer: Answer, *, route: str, tenant: str, started_s: float, ended_s: float) -> None:
         """A request is over, however it ended."""
