@@ -180,13 +180,25 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 @asynccontextmanager
 async def open_house(
-    root: Path, *, engines: int = 1, with_text: bool = True, telemetry: Telemetry | None = None, **settings: Any
+    root: Path,
+    *,
+    engines: int = 1,
+    is_asleep: bool = False,
+    socket_bytes: int = 0,
+    with_text: bool = True,
+    telemetry: Telemetry | None = None,
+    **settings: Any,
 ) -> AsyncIterator[House]:
-    """Start everything, wait until it is ready, and end all of it."""
+    """Start everything, wait until it is ready, and end all of it. `is_asleep`: as the coordinator says of the base.
+
+    `socket_bytes`: what the kernel takes of an answer that nobody reads; 0: as it likes.
+    """
     tokenizer = byte_tokenizer() if with_text else None
     card = text_card(tokenizer) if tokenizer else bare_card()
     bus, store, blobs = MemoryBus(), MemoryStore(), DirectoryBlobs(root / "store")
     publish_base(blobs, card, tokenizer)
+    if is_asleep:
+        await store.put(keys.ASLEEP, {card.fingerprint: card.name})
     made = functools.partial(ScriptedEngine, card.fingerprint, card.name, card.vocab_size, EOS)
     crew = [made(id=f"engine-{i}", words=whole_words(tokenizer) if tokenizer else ()) for i in range(engines)]
     async with AsyncExitStack() as stack:
@@ -197,7 +209,7 @@ async def open_house(
         configured = house_settings(root, settings)
         ties = Connections(bus, store, WatchedBlobs(blobs), members, channels, telemetry or Telemetry())
         gateway = build(configured, ties)
-        url = await stack.enter_async_context(_running(gateway, bus, crew))
+        url = await stack.enter_async_context(_running(gateway, bus, crew, socket_bytes))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
         house = House(url, http, gateway, configured, card, tokenizer, crew, bus, members, store, root)
         async with asyncio.timeout(10):
@@ -228,9 +240,13 @@ def publish_base(blobs: DirectoryBlobs, card: BaseCard, tokenizer: Tokenizer | N
 
 
 @asynccontextmanager
-async def _running(gateway: Gateway, bus: MemoryBus, engines: Sequence[ScriptedEngine]) -> AsyncIterator[str]:
+async def _running(
+    gateway: Gateway, bus: MemoryBus, engines: Sequence[ScriptedEngine], socket_bytes: int
+) -> AsyncIterator[str]:
     server = _Server(uvicorn.Config(gateway.app, log_config=None, access_log=False, lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if socket_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, socket_bytes)
         async with asyncio.TaskGroup() as group:
             side = [group.create_task(task()) for task in gateway.background.values()]
             side.append(group.create_task(_beat(bus, engines)))

@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from infinilora.protocol.errors import AdapterFailed, Overloaded, Unavailable
@@ -172,6 +175,20 @@ async def test_a_client_that_leaves_ends_its_sequences(tmp_path: Path) -> None:
                 group.create_task(open_stream(house, asyncio.Event(), n=2))
         await house.until_idle(2.0)
         assert house.engine.cancelled == 32
+
+
+async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_its_request_may_take(tmp_path: Path) -> None:
+    async with open_house(tmp_path, socket_bytes=4096, request_timeout_s=3.0) as house:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        data = json.dumps(body | {"logprobs": 20}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", httpx.URL(house.url).port))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            await eventually(lambda: house.gateway.admission.num_running == 1, "it runs")
+            await house.until_idle()
+        page = (await house.http.get("/metrics")).text
+        assert 'infinilora_requests_total{code="deadline_exceeded",route="completions"} 1.0' in page
 
 
 async def test_a_client_that_leaves_a_whole_answer_ends_it_too(tmp_path: Path) -> None:

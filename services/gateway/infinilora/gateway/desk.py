@@ -137,7 +137,7 @@ class Desk:
                 self._accounting.admitted(answer.plan.target)
                 with self._metrics.in_flight.track_inprogress():
                     try:
-                        async with self.under_way.one():
+                        async with self.under_way.one(answer.plan.limits.deadline):
                             yield
                         code = "ok"
                     finally:
