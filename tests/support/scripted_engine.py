@@ -119,6 +119,8 @@ class ScriptedEngine:
         produced = len(request.token_ids) - len(prompt)
         if produced == 0:
             self._lose_at(0)
+        if self.pause_after == 0:
+            await self.go.wait()
         for index in range(produced, sampling.max_tokens):
             token_id = self.foretold(request, index)
             is_end = token_id in sampling.stop_token_ids or (token_id == self.eos and not sampling.ignore_eos)

@@ -16,6 +16,7 @@ from infinilora.protocol.traffic import Tally, Traffic, merged
 from infinilora.runtime.telemetry import Telemetry
 from support.gateway_house import House, open_house
 from support.scripted_engine import ScriptedEngine
+from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -98,6 +99,23 @@ async def test_what_fails_for_us_has_missed_its_slo_and_what_fails_by_itself_has
                 tallies += (await anext(reports)).tallies
         for tally in merged(tallies).values():
             assert (tally.digest in (None, digest), tally.ttft.count, tally.ttft.within(1000.0)) == (True, 2, 1)
+
+
+async def test_whoever_leaves_without_a_token_is_told_of_with_the_time_that_was_waited(tmp_path: Path) -> None:
+    async with open_house(tmp_path) as house:
+        reports = house.bus.subscribe(subjects.TRAFFIC, Traffic)
+        house.engine.pause_after = 0
+        for stream in (False, True):
+            waiting = asyncio.create_task(house.complete(prompt=[5], max_tokens=1, stream=stream))
+            await eventually(lambda: house.engine.running == 1, "it waits")
+            waiting.cancel()
+            await house.until_idle()
+        tally = Tally(house.card.fingerprint, "standard")
+        async with asyncio.timeout(5):
+            while tally.left.count < 2:
+                for told in (await anext(reports)).tallies:
+                    tally.merge(told)
+        assert tally.ttft.count == 0
 
 
 async def test_engines_report_what_is_resident(tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ def test_what_is_missed_burns_the_budget_that_the_target_leaves() -> None:
     assert found[FIRST].long.burn_rate == pytest.approx(2.0)
 
 
+def test_whoever_gives_up_after_what_was_promised_has_missed_it_and_whoever_leaves_sooner_has_not() -> None:
+    window, made = Window(3, 1), tally("interactive", 3, 0)
+    for waited_s in (0.1, 0.1, 4.0):
+        made.left.add(waited_s)
+    window.add([made])
+    found = {one.subject: one for one in judge(window, OBJECTIVE)}
+    assert found[FIRST].long[:2] == (4, 0.75)
+    assert found[FIRST._replace(metric="tpot")].long.requests == 0
+
+
 def test_a_class_without_an_objective_is_not_judged() -> None:
     window = Window(3, 1)
     window.add([tally("batch", 0, 9)])
@@ -74,7 +84,7 @@ def test_what_a_window_holds_is_the_sum_of_its_spans(
 
 def timed(digest: Digest | None, seconds: float) -> Tally:
     made = Tally(BASE, "standard", digest)
-    made.ttft.add(seconds)
+    (made.left if seconds > 1 else made.ttft).add(seconds)
     if digest is not None:
         made.tpot.add(seconds / 10)
     return made

@@ -66,6 +66,22 @@ class Tally(msgspec.Struct):
     digest: Digest | None = None
     ttft: Sketch = msgspec.field(default_factory=Sketch)
     tpot: Sketch = msgspec.field(default_factory=Sketch)
+    left: Sketch = msgspec.field(default_factory=Sketch)
+    """How long those had waited whose clients left before the first token."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ttft.buckets or self.tpot.buckets or self.left.buckets)
+
+    def merge(self, other: "Tally") -> None:
+        self.ttft.merge(other.ttft)
+        self.tpot.merge(other.tpot)
+        self.left.merge(other.left)
+
+    def unmerge(self, other: "Tally") -> None:
+        self.ttft.unmerge(other.ttft)
+        self.tpot.unmerge(other.tpot)
+        self.left.unmerge(other.left)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +149,5 @@ def merged(tallies: Iterable[Tally], into: Times | None = None) -> Times:
     found: Times = {} if into is None else into
     for tally in tallies:
         key = tally.base, tally.slo_class, tally.digest
-        both = found.setdefault(key, Tally(*key))
-        both.ttft.merge(tally.ttft)
-        both.tpot.merge(tally.tpot)
+        found.setdefault(key, Tally(*key)).merge(tally)
     return found

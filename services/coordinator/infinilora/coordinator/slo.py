@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from infinilora.protocol.ids import Digest, Fingerprint, SloClass
-from infinilora.protocol.traffic import Sketch, Tally, Times, merged
+from infinilora.protocol.traffic import Tally, Times, merged
 
 Metric = Literal["ttft", "tpot"]
 FAST = 2.0
@@ -54,9 +54,11 @@ class Attainment(NamedTuple):
     burn_rate: float
 
 
-def attainment(times: Sketch, seconds: float, target: float) -> Attainment:
-    """Of no requests all have kept it."""
-    count = times.count
+def attainment(tally: Tally, metric: Metric, seconds: float, target: float) -> Attainment:
+    """Of no requests all have kept it. Whoever left sooner than they were promised anything says nothing of it."""
+    times = tally.ttft if metric == "ttft" else tally.tpot
+    given_up = tally.left.count - tally.left.within(seconds) if metric == "ttft" else 0
+    count = times.count + given_up
     share = times.within(seconds) / count if count else 1.0
     return Attainment(count, share, (1 - share) / (1 - target))
 
@@ -92,10 +94,8 @@ def _take_out(times: Times, gone: Times) -> None:
     for key, tally in gone.items():
         if key not in times:  # nothing was ever counted in it
             continue
-        left = times[key]
-        left.ttft.unmerge(tally.ttft)
-        left.tpot.unmerge(tally.tpot)
-        if not left.ttft.buckets and not left.tpot.buckets:
+        times[key].unmerge(tally)
+        if times[key].is_empty:
             del times[key]
 
 
@@ -115,7 +115,7 @@ def judge(window: Window, objective: Objective) -> Iterator[Judged]:
             if seconds is None:
                 continue
             latest = window.short[key] if key in window.short else Tally(*key)
-            both = (attainment(getattr(t, metric), seconds, objective.target) for t in (tally, latest))
+            both = (attainment(t, metric, seconds, objective.target) for t in (tally, latest))
             yield Judged(Subject(*key, metric), *both)
 
 

@@ -73,6 +73,11 @@ class Accounting:
         if isinstance(error, OURS) and not answer.totals.completion_tokens:
             self._reports.failed(answer.plan.target, answer.plan.body.slo_class or "standard")
 
+    def left(self, answer: Answer, waited_s: float) -> None:
+        """The client of a request left. Whoever waited in vain for longer than was promised has seen an SLO missed."""
+        if not answer.totals.completion_tokens:
+            self._reports.left(answer.plan.target, answer.plan.body.slo_class or "standard", waited_s)
+
     async def write_heat(self) -> None:
         """Add what has gathered, once a second. Runs for ever."""
         while True:

@@ -154,6 +154,7 @@ class Desk:
             raise
         except (asyncio.CancelledError, ClientGone):
             code = "client_gone"
+            self._accounting.left(answer, time.perf_counter() - caller.started_s)
             raise
         finally:
             self._metrics.requests.labels(route=route, code=code).inc()

@@ -54,6 +54,11 @@ class Reports:
         for tally in self._tallies_of(target, slo_class):
             tally.ttft.add(MOST_S)
 
+    def left(self, target: Target, slo_class: SloClass, waited_s: float) -> None:
+        """Its client left, without a token, after so long."""
+        for tally in self._tallies_of(target, slo_class):
+            tally.left.add(waited_s)
+
     async def send(self) -> None:
         """At once, and then once a second. Runs for ever."""
         while True:
@@ -65,7 +70,8 @@ class Reports:
         tallies, self._tallies = self._tallies, {}
         by_adapter, self._by_adapter = self._by_adapter, Counter()
         classes = [tally for key, tally in tallies.items() if key[2] is None]
-        adapters = sorted((t for t in tallies.values() if t.digest), key=lambda tally: -tally.ttft.count)
+        of_adapters = (tally for tally in tallies.values() if tally.digest)
+        adapters = sorted(of_adapters, key=lambda tally: -tally.ttft.count - tally.left.count)
         return Traffic(
             gateway=self._gateway,
             incarnation=self._incarnation,
