@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from infinilora.protocol import keys, subjects
 from infinilora.protocol.errors import Overloaded
+from infinilora.protocol.traffic import Traffic
 from support.gateway_house import House, error_of, open_house
+from support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -40,6 +43,22 @@ async def test_an_unknown_model_is_404_before_any_byte_and_no_work(tmp_path: Pat
                 error = error_of(answer)
                 assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "model", code)
         assert not house.engine.requests
+
+
+async def test_a_base_that_sleeps_is_there_for_whoever_wakes_it(tmp_path: Path) -> None:
+    """To a gateway that has never heard an engine of it, too; who asks is counted, which is what wakes it."""
+    async with open_house(tmp_path, engines=0, is_asleep=True, patience_s=0.1) as house:
+        reports = house.bus.subscribe(subjects.TRAFFIC, Traffic)
+        assert [model["id"] for model in (await house.http.get("/v1/models")).json()["data"]] == ["tiny"]
+        for answer in await ask(house, "tiny"):
+            assert (answer.status_code, error_of(answer)["code"]) == (503, "unavailable")
+            assert "retry-after" in answer.headers
+        async with asyncio.timeout(5):
+            while (await anext(reports)).arrivals != {house.card.fingerprint: 4}:
+                pass
+        await house.store.put(keys.ASLEEP, {})
+        await eventually(lambda: not house.gateway.fleet.served(), "it is not asleep any more, and nobody has it")
+        assert (await house.http.get("/readyz")).status_code == 503
 
 
 async def test_what_is_no_model_name_is_400(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from infinilora.protocol.control import (
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.protocol.scale import TIERS, Desired, TierName
-from infinilora.protocol.traffic import Traffic
+from infinilora.protocol.traffic import DemandHistory, Traffic
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
@@ -145,6 +145,10 @@ class World:
         await self.scaler.round()
         found = await self.store.get(keys.desired(BASE), Desired)
         return found.value if found else None
+
+    async def asleep(self) -> dict[str, str]:
+        found = await self.store.get(keys.ASLEEP, dict[str, str])
+        return found.value if found else {}
 
     async def counts(self, seconds: float = 1.0) -> tuple[int, int]:
         desired = await self.round(seconds)
@@ -313,8 +317,25 @@ async def test_a_base_that_nobody_uses_has_no_engine_and_the_first_request_wakes
         await world.group(0, state="draining")
         await world.round()
         assert await world.counts() == (0, 0)
+        assert await world.asleep() == {BASE: "m"}
         world.came(1)
         assert await world.counts() == (1, 1)
+        assert await world.asleep() == {BASE: "m"}, "nobody is ready yet"
+        world.members.bury(Death(kind="engine", id="engine-0", incarnation="x", epoch=1))
+        await world.engine(1)
+        await world.round()
+        assert await world.asleep() == {}
+
+
+async def test_a_coordinator_that_was_started_while_a_base_slept_knows_it(tmp_path: Path) -> None:
+    async with a_world(tmp_path, Told(), least=0) as world:
+        await world.store.put(keys.ASLEEP, {BASE: "m"})
+        await world.store.put(keys.desired(BASE), Desired(base=BASE, model="m", epoch=1, engines=0, groups=0))
+        await world.store.put(keys.demand(BASE), DemandHistory(bucket_s=LEAD_S / 6, ended_at=0.0, counts=(0,) * 200))
+        assert await world.counts() == (0, 0)
+        assert [one["model"] for one in world.scaler.show()["desired"]] == ["m"]
+        await world.store.put(keys.SCALE, {"engines:m": 1})
+        assert await world.counts() == (1, 0)
 
 
 async def test_a_missed_slo_brings_an_engine(tmp_path: Path) -> None:

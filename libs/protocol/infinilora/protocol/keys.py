@@ -69,6 +69,11 @@ def desired(base: Fingerprint) -> str:
     return f"infinilora:desired:{base}"
 
 
+ASLEEP = "infinilora:asleep"
+"""JSON object base -> served name: the bases that were left without an engine, until one is ready again. Gateways know
+them from here, and are ready for who wakes them. Writer: the leading coordinator."""
+
+
 def adapter(tenant: str, name: str) -> str:
     """JSON `AdapterRecord`. Writers, by compare-and-set: the adapter API; of `pinned` also the leading coordinator."""
     return f"infinilora:adapter:{tenant}/{name}"

@@ -111,6 +111,7 @@ class Autoscaler:
         self._by_hand: Mapping[str, int] = {}
         self._told: dict[Fingerprint, tuple[Desired, float]] = {}
         self.desired: dict[Fingerprint, Desired] = {}
+        self._asleep: Mapping[Fingerprint, str] = {}
 
     async def run(self) -> None:
         while True:
@@ -153,12 +154,14 @@ class Autoscaler:
         return {base for base in served if base} | set(self.desired)
 
     def _known(self) -> set[Fingerprint]:
-        """Also those that requests come for and nobody serves."""
-        return self._bases() | set(self._watched.demands)
+        """Also those that requests come for and nobody serves, and those that any leader has left without engines."""
+        return self._bases() | set(self._watched.demands) | set(self._asleep)
 
     async def _look(self) -> dict[Fingerprint, Value[Desired]]:
         orders = await self._store.get(keys.SCALE, dict[str, int])
         self._by_hand = orders.value if orders else {}
+        asleep = await self._store.get(keys.ASLEEP, dict[Fingerprint, str])
+        self._asleep = asleep.value if asleep else {}
         wanted = sorted(self._known())
         found = await self._store.get_many([keys.desired(base) for base in wanted], Desired)
         read = {base: value for base, value in zip(wanted, found, strict=True) if value}
@@ -194,6 +197,7 @@ class Autoscaler:
             **counts,
         )
         if await self._write(after, read, epoch):  # who is to drain is read from there
+            await self._note_sleep(after, there["engines"], epoch)
             await self._carry_out(after, epoch)
 
     def can_grow(self, base: Fingerprint) -> bool:
@@ -304,6 +308,19 @@ class Autoscaler:
                 numbers = {"had": had, "wanted": after.count(tier), "why": after.why[tier]}
                 logger.info("scaled", extra={"tier": tier, "model": after.model, **numbers})
         return True
+
+    async def _note_sleep(self, desired: Desired, engines: Mapping[str, Member], epoch: int) -> None:
+        """A base sleeps from the day on which it is to have no engine, until one is ready."""
+        was_asleep = desired.base in self._asleep
+        is_awake = any(engine.beat.state == "ready" for engine in engines.values())
+        is_asleep = not desired.engines or (was_asleep and not is_awake)
+        if is_asleep == was_asleep:
+            return
+        found = await self._store.get(keys.ASLEEP, dict[Fingerprint, str])
+        others = {base: model for base, model in (found.value if found else {}).items() if base != desired.base}
+        after = others | ({desired.base: desired.model} if is_asleep else {})
+        fence = Change(keys.EPOCH, b"%d" % epoch)
+        await self._store.swap([fence, Change(keys.ASLEEP, found.raw if found else None, after)])
 
     async def _carry_out(self, desired: Desired, epoch: int) -> None:
         """Again and again, should somebody else have set another number; at once when the counts have changed."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from typing import NamedTuple
 
@@ -42,11 +42,21 @@ class Engine(NamedTuple):
 
 
 class Fleet:
-    """Engines by heartbeat. `members` gives all members known now; `note_change` is called when they change."""
+    """Engines by heartbeat. `members` gives all members known now; `note_change` is called when they change.
 
-    def __init__(self, members: Callable[[], Iterable[Member]], channels: Channels) -> None:
+    `asleep`: the bases, with their served names, that get an engine when they are asked for.
+    """
+
+    def __init__(
+        self,
+        members: Callable[[], Iterable[Member]],
+        channels: Channels,
+        *,
+        asleep: Callable[[], Mapping[Fingerprint, str]] = dict,
+    ) -> None:
         self._members = members
         self._channels = channels
+        self._asleep = asleep
         self._in_flight: dict[str, int] = {}
         self._breakers = Breakers()
         self._openings: Counter[str] = Counter()
@@ -59,8 +69,9 @@ class Fleet:
     # What is served
 
     def served(self) -> dict[str, Fingerprint]:
-        """Base models by served name for which an engine is alive."""
-        served = {m.beat.model: m.beat.base for m in self._engines() if m.beat.base and m.beat.model}
+        """Base models by served name for which an engine is alive, or comes with the first request."""
+        served = {model: base for base, model in self._asleep().items()}
+        served |= {m.beat.model: m.beat.base for m in self._engines() if m.beat.base and m.beat.model}
         self._known |= served
         return served
 

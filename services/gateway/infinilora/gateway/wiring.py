@@ -17,6 +17,7 @@ from infinilora.gateway.accounting import Accounting
 from infinilora.gateway.adapters import Adapters, IngestPlace
 from infinilora.gateway.admission import Admission
 from infinilora.gateway.app import Deps, Readiness, create_app
+from infinilora.gateway.asleep import Asleep
 from infinilora.gateway.bases import BaseShelf
 from infinilora.gateway.catalog import Catalog
 from infinilora.gateway.desk import Desk, Times
@@ -82,7 +83,8 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     """Wire everything. Starts nothing."""
     metrics_registry = new_registry()
     metrics = GatewayMetrics(metrics_registry)
-    fleet = Fleet(ties.members.all, ties.channels)
+    asleep = Asleep(ties.store)
+    fleet = Fleet(ties.members.all, ties.channels, asleep=lambda: asleep.models)
     registry = Registry(ties.store, ties.bus)
     tenants = Tenants(parse_keys(settings.api_keys.get_secret_value()))
     catalog = Catalog(fleet, registry, settings.aliases, is_open=tenants.is_open)
@@ -125,6 +127,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     background = {
         "registry events": registry.follow_events,
         "registry revisions": registry.follow_revisions,
+        "asleep": asleep.follow,
         "heat": accounting.write_heat,
         "reports": reports.send,
         "advice": advised.follow,
