@@ -35,7 +35,9 @@ async def store(redis_server: ValkeyServer) -> AsyncIterator[RedisStore]:
     """As a user who may do nothing."""
     url = urlsplit(redis_server.url)
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-        await client.execute_command("ACL", "SETUSER", "nobody", "on", ">secret", "~*", "-@all", "+ping", "+select")
+        await client.acl_setuser(
+            "nobody", enabled=True, passwords=["+secret"], keys=["*"], commands=["+ping", "+select"]
+        )
     async with RedisStore(url._replace(netloc=f"nobody:secret@{url.hostname}:{url.port}").geturl()) as refusing:
         yield refusing
 
