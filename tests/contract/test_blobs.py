@@ -54,6 +54,19 @@ def test_a_range_is_its_bytes_and_short_only_at_the_end(blobs: BlobStore) -> Non
     assert blobs.get_range("r", 5, 0) == b""
 
 
+@pytest.mark.parametrize(("offset", "found"), [(0, 10), (90, 10), (95, 5), (100, 0)])
+def test_a_range_comes_into_memory_that_is_there_and_nowhere_else(blobs: BlobStore, offset: int, found: int) -> None:
+    blobs.put("r", bytes(range(100)))
+    memory = bytearray(b"\xff" * 12)
+    assert blobs.read_into("r", offset, memoryview(memory)[1:11]) == found
+    assert memory == b"\xff" + bytes(range(offset, offset + found)) + b"\xff" * (11 - found)
+
+
+def test_a_range_of_nothing_comes_into_no_memory(blobs: BlobStore) -> None:
+    with pytest.raises(FileNotFoundError):
+        blobs.read_into("nothing", 0, memoryview(bytearray(4)))
+
+
 def test_put_replaces_and_the_etag_tells(blobs: BlobStore) -> None:
     blobs.put("x", b"one")
     before = blobs.stat("x")

@@ -88,6 +88,14 @@ class WatchedBlobs:
         self.arrived = threading.Semaphore(0)
 
     def get_range(self, name: str, offset: int, num_bytes: int, *, etag: str | None = None) -> bytes:
+        self._arrive(name, offset, num_bytes)
+        return self.inner.get_range(name, offset, num_bytes, etag=etag)
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        self._arrive(name, offset, len(into))
+        return self.inner.read_into(name, offset, into)
+
+    def _arrive(self, name: str, offset: int, num_bytes: int) -> None:
         self.reads.append((name, offset, num_bytes))
         self.arrived.release()
         if not self.gate.wait(WAIT_S):
@@ -95,7 +103,6 @@ class WatchedBlobs:
         if self.failures_left:
             self.failures_left -= 1
             raise Unavailable("the store is away, as the test wants it")
-        return self.inner.get_range(name, offset, num_bytes, etag=etag)
 
     def get(self, name: str, *, etag: str | None = None) -> bytes:
         return self.inner.get(name, etag=etag)

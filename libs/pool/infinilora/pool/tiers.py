@@ -49,7 +49,7 @@ class NotNear(Exception):
 
 
 class _StoreReader:
-    """Ranges of one object of the store, read ahead. Holds at most one range."""
+    """Ranges of one object of the store, read ahead where that saves something. Holds at most one range."""
 
     def __init__(self, blobs: BlobStore, digest: Digest) -> None:
         self._blobs = blobs
@@ -69,10 +69,24 @@ class _StoreReader:
                 ahead = self._ahead_bytes if most_bytes is None else min(self._ahead_bytes, most_bytes)
                 self._held = self._blobs.get_range(self._name, offset, max(num_bytes, ahead))
             except FileNotFoundError as error:
-                raise NotStored(f"{self._name} is not in the object store") from error
+                raise self._not_stored() from error
             self._ahead_bytes = min(2 * self._ahead_bytes, self._blobs.most_ahead_bytes)
             self._start, skip = offset, 0
         return memoryview(self._held)[skip : skip + num_bytes]
+
+    def read_into(self, offset: int, into: memoryview, most_bytes: int | None = None) -> int:
+        """As `read`, into memory that is there; how many bytes came."""
+        if not self._ahead_bytes:
+            try:
+                return self._blobs.read_into(self._name, offset, into)
+            except FileNotFoundError as error:
+                raise self._not_stored() from error
+        data = self.read(offset, len(into), most_bytes)
+        np.copyto(np.frombuffer(into[: len(data)], np.uint8), np.frombuffer(data, np.uint8))  # no GIL
+        return len(data)
+
+    def _not_stored(self) -> NotStored:
+        return NotStored(f"{self._name} is not in the object store")
 
 
 class _Piece(NamedTuple):
@@ -158,13 +172,13 @@ class PackedSource:
             return
         at = 0
         for piece in self._cut.pieces(layer) if self._cut else (Piece(start, len(into)),):
-            data = self._store.read(*piece, self._cut.may_read(piece.offset) if self._cut else None)
-            if len(data) != piece.num_bytes:
+            most_bytes = self._cut.may_read(piece.offset) if self._cut else None
+            found = self._store.read_into(piece.offset, into[at : at + piece.num_bytes], most_bytes)
+            if found != piece.num_bytes:
                 raise AdapterFailed(
                     f"packed file of {self._digest} ends within layer {layer}: "
-                    f"found {len(data)} bytes, wanted {piece.num_bytes}"
+                    f"found {found} bytes, wanted {piece.num_bytes}"
                 )
-            np.copyto(np.frombuffer(into[at : at + piece.num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # no GIL
             at += piece.num_bytes
         self._tiers.verify(self._pieces(layer, start, into))
         if self._writer:

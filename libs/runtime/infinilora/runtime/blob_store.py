@@ -53,6 +53,10 @@ class BlobStore(Protocol):
         """At most `num_bytes` from `offset`; shorter only where the object ends. `etag` as for `get`."""
         ...
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`; how many bytes were there, fewer only where the object ends."""
+        ...
+
     def stat(self, name: str) -> Blob | None: ...
     def list(self, prefix: str = "") -> list[str]:
         """All names that begin with `prefix`, sorted."""

@@ -49,6 +49,13 @@ class DirectoryBlobs:
         with _file_errors(name), self._path(name).open("rb", buffering=0) as file:
             return _unchanged(file, etag, lambda: _pread(file.fileno(), offset, num_bytes))
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        at = 0
+        with _file_errors(name), self._path(name).open("rb", buffering=0) as file:
+            while at < len(into) and (got := os.preadv(file.fileno(), [into[at:]], offset + at)):
+                at += got
+        return at
+
     def stat(self, name: str) -> Blob | None:
         path = self._path(name)
         try:
@@ -109,7 +116,8 @@ class DirectoryBlobs:
     def _path(self, name: str) -> Path:
         path = self._root / check_object_name(name)
         # The name cannot climb; a link planted inside the directory could.
-        if not path.resolve().is_relative_to(self._root.resolve()):
+        root = os.path.realpath(self._root)
+        if os.path.commonpath((os.path.realpath(path), root)) != root:
             raise InvalidRequest(f"object name {name[:80]!r} leads out of the store")
         return path
 

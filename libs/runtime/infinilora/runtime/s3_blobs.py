@@ -89,6 +89,11 @@ class S3Blobs:
         except PastTheEnd:
             return b""
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        data = self.get_range(name, offset, len(into))
+        into[: len(data)] = data
+        return len(data)
+
     def stat(self, name: str) -> Blob | None:
         try:
             with self._errors(name):

@@ -64,6 +64,10 @@ class WatchedBlobs:
         with self._noted():
             return self._blobs.get_range(name, offset, num_bytes, etag=etag)
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        with self._noted():
+            return self._blobs.read_into(name, offset, into)
+
     def stat(self, name: str) -> Blob | None:
         with self._noted():
             return self._blobs.stat(name)
