@@ -70,20 +70,20 @@ async def test_a_value_with_a_time_to_live_goes_by_itself(store: Store, key: str
     await eventually(is_gone, "the value expires")
 
 
-async def test_compare_and_set_creates_only_what_is_not_there(store: Store, key: str) -> None:
-    assert await store.compare_and_set(key, None, Record("first"))
-    assert not await store.compare_and_set(key, None, Record("second"))
+async def test_a_swap_creates_only_what_is_not_there(store: Store, key: str) -> None:
+    assert await store.swap([Change(key, None, Record("first"))])
+    assert not await store.swap([Change(key, None, Record("second"))])
     found = await store.get(key, Record)
     assert found is not None
     assert found.value == Record("first")
 
 
-async def test_compare_and_set_writes_only_over_what_was_read(store: Store, key: str) -> None:
+async def test_a_swap_writes_only_over_what_was_read(store: Store, key: str) -> None:
     await store.put(key, Record("a", 1))
     read = await store.get(key, Record)
     assert read is not None
-    assert await store.compare_and_set(key, read.raw, Record("a", 2))
-    assert not await store.compare_and_set(key, read.raw, Record("a", 3))
+    assert await store.swap([Change(key, read.raw, Record("a", 2))])
+    assert not await store.swap([Change(key, read.raw, Record("a", 3))])
 
 
 async def test_more_than_one_batch_is_got_in_order(store: Store, key: str) -> None:
@@ -100,22 +100,24 @@ async def test_more_than_one_batch_is_got_in_order(store: Store, key: str) -> No
 async def test_effects_happen_with_the_write_or_not_at_all(store: Store, key: str) -> None:
     journal, revision = f"{key}:journal", f"{key}:revision"
     also: list[Effect] = [Stamp(journal, "t/a", revision), Stamp(journal, "t/b", revision)]
-    done = await store.compare_and_set(key, None, Record("a"), also=also)
+    done = await store.swap([Change(key, None, Record("a"))], also=also)
     assert done.counters == (1, 2)
-    refused = await store.compare_and_set(key, None, Record("b"), also=[Stamp(journal, "t/c", revision)])
+    refused = await store.swap([Change(key, None, Record("b"))], also=[Stamp(journal, "t/c", revision)])
     assert not refused
     assert refused.counters == ()
     assert await store.journal(journal, 0, 10) == [("t/a", 1), ("t/b", 2)]
     assert await store.counter(revision) == 2
 
 
-async def test_delete_if_takes_the_record_and_its_journal_entry(store: Store, key: str) -> None:
+async def test_a_deletion_takes_the_record_and_its_journal_entry(store: Store, key: str) -> None:
     journal, revision = f"{key}:journal", f"{key}:revision"
-    await store.compare_and_set(key, None, Record("a"), also=[Stamp(journal, "t/a", revision)])
+    await store.swap([Change(key, None, Record("a"))], also=[Stamp(journal, "t/a", revision)])
     read = await store.get(key, Record)
     assert read is not None
-    assert not await store.delete_if(key, b"other", also=[Unstamp(journal, "t/a")])
-    done = await store.delete_if(key, read.raw, also=[Unstamp(journal, "t/a"), Unstamp(journal, "not there")])
+    assert not await store.swap([Change(key, b"other", None)], also=[Unstamp(journal, "t/a")])
+    done = await store.swap(
+        [Change(key, read.raw, None)], also=[Unstamp(journal, "t/a"), Unstamp(journal, "not there")]
+    )
     assert (done.is_done, done.counters) == (True, ())
     assert await store.get(key, Record) is None
     assert await store.journal(journal, 0, 10) == []
@@ -242,7 +244,7 @@ async def test_of_many_writers_each_round_exactly_one_wins(store: Store, key: st
         for _ in range(10):
             read = await store.get(key, Record)
             assert read is not None
-            if await store.compare_and_set(key, read.raw, Record("n", read.value.number + 1)):
+            if await store.swap([Change(key, read.raw, Record("n", read.value.number + 1))]):
                 wins += 1
 
     async with asyncio.TaskGroup() as group:
@@ -426,7 +428,7 @@ async def test_a_store_that_is_gone_answers_within_a_second_and_loses_nothing(tm
     loop = asyncio.get_running_loop()
     try:
         async with RedisStore(server.url) as store:
-            assert await store.compare_and_set("k", None, Record("kept"), also=[Stamp("journal", "k", "revision")])
+            assert await store.swap([Change("k", None, Record("kept"))], also=[Stamp("journal", "k", "revision")])
             server.kill() if how == "killed" else server.freeze()
             for _ in range(4):
                 started = loop.time()
@@ -462,7 +464,7 @@ async def test_a_store_that_cannot_write_now_is_away_and_not_at_fault(tmp_path: 
                 with pytest.raises(Unavailable, match="now"):
                     await store.put("k", Record("after"))
                 with pytest.raises(Unavailable, match="now"):
-                    await store.compare_and_set("new", None, Record("after"), also=[Stamp("journal", "k", "count")])
+                    await store.swap([Change("new", None, Record("after"))], also=[Stamp("journal", "k", "count")])
                 found = await store.get("k", Record)
                 assert found is not None
                 assert found.value == Record("before")

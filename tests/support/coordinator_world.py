@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.reconcile import Policy, Reconciler
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
 from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Placement, ProcessKind, ProcessState
 from infinilora.protocol.errors import StaleEpoch
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
@@ -17,7 +16,7 @@ from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.metrics import CoordinatorMetrics, new_registry
 from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import Stamp
+from support.registered import register
 from support.waiting import eventually
 
 BASE = Fingerprint(digest_of(b"base"))
@@ -34,10 +33,6 @@ POLICY = Policy(
     delete_grace_s=5,
     clock_skew_s=0,
 )
-
-
-def stamp(name: str) -> Stamp:
-    return Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
 
 
 class World:
@@ -75,11 +70,7 @@ class World:
     async def register(
         self, name: str, digest: Digest, num_bytes: int = 10, *, pinned: bool = False, base: Fingerprint = BASE
     ) -> None:
-        version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=num_bytes, max_rank=8)
-        record = AdapterRecord(
-            tenant="default", name=name, base=base, revision=1, current=digest, versions=(version,), pinned=pinned
-        )
-        await self.store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
+        await register(self.store, name, digest, base, num_bytes=num_bytes, pinned=pinned)
 
     async def warm(self, digest: Digest, requests: float, *, age_s: float = 0.0) -> None:
         await self.store.add_heat(keys.heats(self.policy.heat_half_lives_s), {digest: requests}, age_s=age_s)

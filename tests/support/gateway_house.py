@@ -29,7 +29,7 @@ from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.members import Members
 from infinilora.runtime.memory import MemoryBus, MemoryStore
 from infinilora.runtime.rpc import Channels
-from infinilora.runtime.store import Stamp
+from infinilora.runtime.store import Change, Stamp
 from infinilora.runtime.telemetry import Telemetry
 from infinilora.runtime.watched_blobs import WatchedBlobs
 from infinilora.weights.synth import write_peft_adapter
@@ -149,7 +149,7 @@ class House:
             fallback=fallback,
         )
         stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry(tenant, name), keys.REGISTRY_REVISION)
-        assert await self.store.compare_and_set(keys.adapter(tenant, name), None, record, also=[stamp])
+        assert await self.store.swap([Change(keys.adapter(tenant, name), None, record)], also=[stamp])
         await self.gateway.registry.refresh()
         return digest
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from infinilora.cli.terminal import REFUSED
-from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
-from infinilora.protocol.ids import Digest, Fingerprint, digest_of
+from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import RedisStore, Stamp
+from infinilora.runtime.store import RedisStore
 from support.clusters import Coordinator, a_cluster
+from support.registered import register
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -38,13 +37,6 @@ class Operator:
         return done.stderr if status else done.stdout
 
 
-async def register(store: RedisStore, name: str, digest: Digest) -> None:
-    version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=10, max_rank=8)
-    record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
-    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
-    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
-
-
 async def test_any_coordinator_takes_them_and_the_audit_outlives_the_leader(tmp_path: Path) -> None:
     async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
         first = await cluster.coordinator("c1", **KEYS)
@@ -52,7 +44,7 @@ async def test_any_coordinator_takes_them_and_the_audit_outlives_the_leader(tmp_
         second = await cluster.coordinator("c2", **KEYS)
         cluster.group("g1", BASE)
         cluster.group("g2", BASE)
-        await register(store, "one", ADAPTER)
+        await register(store, "one", ADAPTER, BASE)
         ann, bob = Operator(second, "k1", tmp_path), Operator(second, "k2", tmp_path)
 
         async def groups() -> dict[str, Any]:

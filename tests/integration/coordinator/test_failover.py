@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
 from infinilora.protocol.control import Beat, Death, Placement
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import RedisStore, Stamp
+from infinilora.runtime.store import RedisStore
 from support.clusters import BEAT_MS, BeatingGroup, Cluster, Coordinator, a_cluster
+from support.registered import register
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -73,13 +73,9 @@ class Fleet:
         return is_there and {digest for held in told.values() for digest in held} == set(ADAPTERS)
 
 
-async def register(store: RedisStore) -> None:
+async def register_all(store: RedisStore) -> None:
     for number, digest in enumerate(ADAPTERS):
-        name = f"a{number}"
-        version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=10, max_rank=8)
-        record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
-        stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
-        assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
+        await register(store, f"a{number}", digest, BASE)
         await store.add_heat(keys.heats([HEAT_S]), {digest: 100.0 + number})
 
 
@@ -91,7 +87,7 @@ async def a_fleet(home: Path) -> AsyncIterator[Fleet]:
         loop = asyncio.get_running_loop()
         following = [loop.create_task(fleet.follow(bus)), loop.create_task(fleet.follow_deaths(bus))]
         settings = {"HEAT_HALF_LIVES_S": str(HEAT_S), "HOT_RPS": "1000", "HINT_PAUSE_S": "2", "MAX_HINTS": "8"}
-        await register(store)
+        await register_all(store)
         for name in ("c1", "c2"):
             await cluster.coordinator(name, **settings)
         for name in ("g1", "g2"):

@@ -12,7 +12,7 @@ from infinilora.gateway.ledger import Ledger
 from infinilora.gateway.registry import Registry
 from infinilora.gateway.versions import Content
 from infinilora.protocol import keys, subjects
-from infinilora.protocol.adapter import AdapterRecord, DigestRecord, VersionRecord
+from infinilora.protocol.adapter import DigestRecord
 from infinilora.protocol.control import Beat, Command, CommandReply, GroupLoad, Stage
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Fingerprint, digest_of
@@ -21,9 +21,10 @@ from infinilora.runtime.bus import NatsBus
 from infinilora.runtime.members import Heart
 from infinilora.runtime.memory import MemoryBus
 from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import RedisStore, Stamp
+from infinilora.runtime.store import RedisStore
 from support.clusters import BEAT_MS, Cluster, a_cluster
 from support.procs import WeedServer
+from support.registered import register
 from support.s3_proxy import S3Proxy
 from support.waiting import eventually
 
@@ -63,19 +64,12 @@ class LoraServer:
         return CommandReply(command_id=command.command_id)
 
 
-async def register(store: RedisStore, name: str) -> None:
-    version = VersionRecord(version=1, digest=ADAPTER, created_at="", source="", num_bytes=10, max_rank=8)
-    record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=ADAPTER, versions=(version,))
-    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
-    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
-
-
 async def test_a_registered_adapter_is_placed_and_a_hot_one_staged(tmp_path: Path) -> None:
     async with a_cluster(tmp_path) as cluster, RedisStore(cluster.valkey.url) as store:
         coordinator = await cluster.coordinator("c1")
         await eventually(coordinator.is_well, "the coordinator is ready", 20)
         async with LoraServer(cluster).running() as server:
-            await register(store, "one")
+            await register(store, "one", ADAPTER, BASE)
 
             async def is_placed() -> bool:
                 found = await read_placement(store, BASE)
@@ -185,7 +179,7 @@ async def test_a_coordinator_lives_through_the_death_of_broker_and_store(tmp_pat
             await asyncio.to_thread(cluster.nats.start)
             await eventually(coordinator.is_well, "it is well again", 20)
             await eventually(coordinator.leads, "it leads again", 20)
-            await register(store, "late")
+            await register(store, "late", ADAPTER, BASE)
 
             async def is_placed() -> bool:
                 found = await read_placement(store, BASE)

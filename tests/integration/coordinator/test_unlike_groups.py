@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord, VersionRecord
 from infinilora.protocol.ids import Digest, Fingerprint, digest_of
 from infinilora.runtime.placement import read_placement
-from infinilora.runtime.store import RedisStore, Stamp
+from infinilora.runtime.store import RedisStore
 from support.clusters import a_cluster
+from support.registered import register
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -21,12 +21,9 @@ HEAT_S = 3600
 """So long a half-life that a test sees no decay."""
 
 
-async def register(store: RedisStore, name: str, digest: Digest, heat: float) -> None:
-    version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=10, max_rank=8)
-    record = AdapterRecord(tenant="default", name=name, base=BASE, revision=1, current=digest, versions=(version,))
-    stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", name), keys.REGISTRY_REVISION)
+async def register_warm(store: RedisStore, name: str, digest: Digest, heat: float) -> None:
     await store.add_heat(keys.heats([HEAT_S]), {digest: heat})
-    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp])
+    await register(store, name, digest, BASE)
 
 
 async def test_the_hot_are_placed_on_the_fast_group_and_the_rare_on_the_slow(tmp_path: Path) -> None:
@@ -44,9 +41,9 @@ async def test_the_hot_are_placed_on_the_fast_group_and_the_rare_on_the_slow(tmp
 
         await eventually(are_known, "both beat", 40)
         # The hot one first: what is placed already stays where it is if that is not much worse.
-        await register(store, "hot", HOT, 1000.0)
+        await register_warm(store, "hot", HOT, 1000.0)
         for number, digest in enumerate(RARE):
-            await register(store, f"rare{number}", digest, 10.0)
+            await register_warm(store, f"rare{number}", digest, 10.0)
 
         async def is_placed() -> bool:
             found = await read_placement(store, BASE)

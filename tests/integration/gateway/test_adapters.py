@@ -17,7 +17,7 @@ from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord, Manifest
 from infinilora.protocol.control import AdapterEvent
 from infinilora.protocol.ids import Digest
-from infinilora.runtime.store import Stamp
+from infinilora.runtime.store import Change, Stamp
 from infinilora.weights.packed import read_header
 from support.gateway_house import House, error_of, open_house
 
@@ -287,7 +287,7 @@ async def test_changes_by_other_gateways_are_seen(tmp_path: Path) -> None:
         assert found is not None
         stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("default", "a1"), keys.REGISTRY_REVISION)
         tombstone = msgspec.structs.replace(found.value, versions=(), deleted_at="2026-01-02T03:04:05+00:00")
-        assert await house.store.compare_and_set(keys.adapter("default", "a1"), found.raw, tombstone, also=[stamp])
+        assert await house.store.swap([Change(keys.adapter("default", "a1"), found.raw, tombstone)], also=[stamp])
         await house.bus.publish(
             subjects.ADAPTER_EVENTS,
             AdapterEvent(action="delete", tenant="default", name="a1", revision=2, digest=digest),

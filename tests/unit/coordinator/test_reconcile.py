@@ -28,7 +28,9 @@ from infinilora.protocol.control import (
 )
 from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.runtime.memory import MemoryBus
-from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, World, a_world, stamp
+from infinilora.runtime.store import Change
+from support.coordinator_world import BASE, INTERVAL_S, POLICY, A, B, C, World, a_world
+from support.registered import stamp
 from support.waiting import eventually
 
 OTHER = Fingerprint(digest_of(b"other base"))
@@ -78,7 +80,7 @@ async def test_a_new_adapter_and_a_removed_one_change_the_placement() -> None:
         assert record is not None
         tombstone = msgspec.structs.replace(record.value, versions=(), deleted_at="2026-01-02T03:04:05+00:00")
         key = keys.adapter("default", "one")
-        assert await world.store.compare_and_set(key, record.raw, tombstone, also=[stamp("one")])
+        assert await world.store.swap([Change(key, record.raw, tombstone)], also=[stamp("one")])
         await world.beat("g1")
         await world.reconciler.round()
         placement = await world.placement()
@@ -302,7 +304,7 @@ async def test_a_pin_is_told_once_to_each_life_of_a_server_and_taken_back() -> N
         found = await world.store.get(keys.adapter("default", "two"), AdapterRecord)
         assert found is not None
         unpinned = msgspec.structs.replace(found.value, pinned=False)
-        await world.store.compare_and_set(keys.adapter("default", "two"), found.raw, unpinned, also=[stamp("two")])
+        await world.store.swap([Change(keys.adapter("default", "two"), found.raw, unpinned)], also=[stamp("two")])
         for _ in range(2):
             await world.beat("g1", resident=(B,), incarnation="y")
             await world.reconciler.round()

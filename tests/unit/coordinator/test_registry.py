@@ -4,13 +4,14 @@ import pytest
 
 from infinilora.coordinator.registry import Registry
 from infinilora.protocol import keys
-from infinilora.protocol.adapter import AdapterRecord, RegistryLife, VersionRecord
+from infinilora.protocol.adapter import RegistryLife
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.memory import MemoryStore
-from support.coordinator_world import stamp
 from support.emptied_store import Emptied
+from support.registered import register
 
+BASE = Fingerprint("b")
 A, B = Digest("sha256:" + "a" * 64), Digest("sha256:" + "b" * 64)
 
 
@@ -19,19 +20,11 @@ async def begin(store: MemoryStore, number: int) -> None:
     await store.put(keys.REGISTRY_LIFE, RegistryLife(id="r", number=number))
 
 
-async def write(store: MemoryStore, name: str, digest: Digest) -> None:
-    version = VersionRecord(version=1, digest=digest, created_at="", source="", num_bytes=1, max_rank=8)
-    record = AdapterRecord(
-        tenant="default", name=name, base=Fingerprint("b"), revision=1, current=digest, versions=(version,)
-    )
-    assert await store.compare_and_set(keys.adapter("default", name), None, record, also=[stamp(name)])
-
-
 async def with_a(store: MemoryStore) -> Registry:
     """A mirror that has read `a` out of a registry that has begun."""
     registry = Registry(store)
     await begin(store, 1)
-    await write(store, "a", A)
+    await register(store, "a", A, BASE)
     await registry.refresh()
     return registry
 
@@ -50,7 +43,7 @@ async def test_what_was_put_back_is_read_anew_though_its_numbers_are_no_lower() 
     store = MemoryStore()
     registry = await with_a(store)
     store.empty()
-    await write(store, "b", B)
+    await register(store, "b", B, BASE)
     await begin(store, 2)
     await registry.refresh()
     assert registry.digests() == {B}
@@ -59,11 +52,11 @@ async def test_what_was_put_back_is_read_anew_though_its_numbers_are_no_lower() 
 async def test_what_is_lost_while_it_is_read_leaves_nothing_that_could_be_acted_on() -> None:
     store = Emptied()
     registry = await with_a(store)
-    await write(store, "b", B)
+    await register(store, "b", B, BASE)
     store.is_due = True
     with pytest.raises(Unavailable):
         await registry.refresh()
-    await write(store, "a", A)
+    await register(store, "a", A, BASE)
     await begin(store, 2)
     await registry.refresh()
     assert registry.digests() == {A}
@@ -72,6 +65,6 @@ async def test_what_is_lost_while_it_is_read_leaves_nothing_that_could_be_acted_
 async def test_a_registry_of_older_gateways_has_no_life_and_is_read() -> None:
     store = MemoryStore()
     registry = Registry(store)
-    await write(store, "a", A)
+    await register(store, "a", A, BASE)
     await registry.refresh()
     assert registry.digests() == {A}

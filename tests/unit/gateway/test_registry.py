@@ -46,7 +46,7 @@ async def write(store: MemoryStore, name: str, revision: int = 1, *, deleted_at:
     key, found = keys.adapter("t", name), await store.get(keys.adapter("t", name), AdapterRecord)
     stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("t", name), keys.REGISTRY_REVISION)
     value = record(name, revision, deleted_at=deleted_at)
-    assert await store.compare_and_set(key, found.raw if found else None, value, also=[stamp])
+    assert await store.swap([Change(key, found.raw if found else None, value)], also=[stamp])
 
 
 async def write_alias(store: MemoryStore, name: str, target: str | None) -> None:

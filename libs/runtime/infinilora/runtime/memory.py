@@ -166,14 +166,6 @@ class MemoryStore:
         self._check_connected()
         self._write(key, msgspec.json.encode(value), ttl_s)
 
-    async def compare_and_set(
-        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
-    ) -> Swap:
-        return await self.swap([Change(key, expected_raw, value)], also=also)
-
-    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
-        return await self.swap([Change(key, expected_raw, None)], also=also)
-
     async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
         bound = [change for change in changes if change.expected is not msgspec.UNSET]
         if any(self._read(_path(change.key, change.field)) != change.expected for change in bound):

@@ -108,13 +108,6 @@ class Store(Protocol):
         ...
 
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None: ...
-    async def compare_and_set(
-        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
-    ) -> Swap:
-        """Write if the key still holds `expected_raw` (None: nothing), with all effects, in one atomic step."""
-        ...
-
-    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap: ...
     async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
         """Make every change if every key holds what is expected, with all effects, in one atomic step."""
         ...
@@ -221,14 +214,6 @@ class RedisStore:
     async def put(self, key: str, value: Any, *, ttl_s: float | None = None) -> None:
         async with self._deadline():
             await self._redis.set(key, msgspec.json.encode(value), px=_ms(ttl_s) if ttl_s else None)
-
-    async def compare_and_set(
-        self, key: str, expected_raw: bytes | None, value: Any, *, also: Sequence[Effect] = ()
-    ) -> Swap:
-        return await self.swap([Change(key, expected_raw, value)], also=also)
-
-    async def delete_if(self, key: str, expected_raw: bytes, *, also: Sequence[Effect] = ()) -> Swap:
-        return await self.swap([Change(key, expected_raw, None)], also=also)
 
     async def swap(self, changes: Sequence[Change], *, also: Sequence[Effect] = ()) -> Swap:
         effects = [_effect(effect) for effect in also]
