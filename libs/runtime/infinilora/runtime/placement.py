@@ -19,7 +19,7 @@ from infinilora.protocol.control import Placement, PlacementChange, PlacementHea
 from infinilora.protocol.errors import Internal, Unavailable
 from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.runtime.bus import Bus
-from infinilora.runtime.store import Change, Store, Value
+from infinilora.runtime.store import Change, Store, Value, fence
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def write_placement(
     head = PlacementHead(base=base, epoch=epoch, revision=revision, parts=parts)
     swap = await store.swap(
         [
-            Change(keys.EPOCH, b"%d" % epoch),
+            fence(epoch),
             Change(keys.placement(base), before.head if before else None, head),
             *(_put(base, group, PlacementPart(revision=revision, digests=d)) for group, d in changed.items()),
             *(_put(base, group, None) for group in held if group not in groups),

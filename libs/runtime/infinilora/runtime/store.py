@@ -4,7 +4,7 @@ Values are msgspec structs as JSON, so that an operator can read them. Every cal
 second and raises `Unavailable` past it; after a few failures a breaker answers at once for a while. What is
 long is read in parts, each with a deadline of its own. A write that ended in `Unavailable` may have happened:
 read before writing again. What must change together changes in one script. Nothing here knows a key
-(protocol/keys.py) or who may write it.
+(protocol/keys.py) but the leader's epoch, or who may write it.
 """
 
 import asyncio
@@ -55,6 +55,11 @@ class Change(NamedTuple):
     expected: bytes | msgspec.UnsetType | None
     value: Any = msgspec.UNSET
     field: str = ""
+
+
+def fence(epoch: int) -> Change:
+    """The condition that nobody has led since."""
+    return Change(keys.EPOCH, b"%d" % epoch)
 
 
 @dataclass(frozen=True, slots=True)

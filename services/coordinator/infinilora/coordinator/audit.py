@@ -10,7 +10,7 @@ import msgspec
 from infinilora.protocol import keys
 from infinilora.protocol.admin import AdminRequest, AuditEntry
 from infinilora.protocol.errors import Unavailable
-from infinilora.runtime.store import Change, Effect, Stamp, Store, Swap, Unstamp
+from infinilora.runtime.store import Change, Effect, Stamp, Store, Swap, Unstamp, fence
 
 KEPT = 10_000
 """Entries; older ones are taken out as new ones come."""
@@ -53,9 +53,7 @@ class Audit:
             reason=request.reason,
         )
         stamp = Stamp(keys.AUDIT, msgspec.json.encode(entry).decode(), keys.AUDIT_NUMBER)
-        swap = await self._store.swap(
-            [Change(keys.EPOCH, b"%d" % epoch), *changes], also=[*also, stamp, *await self._outdated()]
-        )
+        swap = await self._store.swap([fence(epoch), *changes], also=[*also, stamp, *await self._outdated()])
         if not swap:
             raise Unavailable("another coordinator leads now, or it was changed meanwhile", retry_after_s=1.0)
         return swap

@@ -32,7 +32,7 @@ from infinilora.protocol.ids import Digest
 from infinilora.runtime.blobs import BlobStore
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
-from infinilora.runtime.store import Change, Store, Unstamp, Value
+from infinilora.runtime.store import Change, Store, Unstamp, Value, fence
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Collector:
             case "keep":
                 await self._keep(case, epoch)
             case "drop":
-                await self._store.swap([_leads(epoch), case.change(DigestRecord(state="dying", epoch=epoch))])
+                await self._store.swap([fence(epoch), case.change(DigestRecord(state="dying", epoch=epoch))])
             case "forget":
                 await self._forget(case, epoch)
             case "wait":
@@ -139,7 +139,7 @@ class Collector:
         """Some name leads to it: look at it no more, and let go of references that lead nowhere."""
         refs = case.record.value.refs if case.record else ()
         held = tuple(ref for ref in refs if self._registry.holds(ref.partition("@")[0], case.digest))
-        changes = [_leads(epoch), case.change(DigestRecord(refs=held))]
+        changes = [fence(epoch), case.change(DigestRecord(refs=held))]
         await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)])
 
     async def _forget(self, case: _Case, epoch: int) -> None:
@@ -159,18 +159,18 @@ class Collector:
         await self._delete(case, epoch)
 
     async def _take_over(self, case: _Case, epoch: int) -> None:
-        if await self._store.swap([_leads(epoch), case.change(DigestRecord(state="dying", epoch=epoch))]):
+        if await self._store.swap([fence(epoch), case.change(DigestRecord(state="dying", epoch=epoch))]):
             self._taken_over[case.digest] = self._clock()
 
     async def _delete(self, case: _Case, epoch: int) -> None:
         """The objects, then the record: whoever has lost the lead meanwhile deletes none of them."""
         objects = (keys.reference(case.digest), keys.packed(case.digest))
         deletions = [await asyncio.to_thread(self._blobs.deletion, name, within_s=WITHIN_S) for name in objects]
-        if not await self._store.swap([_leads(epoch), case.unchanged()]):
+        if not await self._store.swap([fence(epoch), case.unchanged()]):
             return
         for delete in deletions:
             await asyncio.to_thread(delete)
-        changes = [_leads(epoch), case.change(None)]
+        changes = [fence(epoch), case.change(None)]
         if await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)]):
             logger.info("adapter deleted", extra={"adapter_id": case.digest})
 
@@ -183,11 +183,6 @@ class Collector:
             for member in self._members.all()
             if member.health != "dead"
         )
-
-
-def _leads(epoch: int) -> Change:
-    """The condition that nobody has led since."""
-    return Change(keys.EPOCH, b"%d" % epoch)
 
 
 def _life(member: Member) -> str:

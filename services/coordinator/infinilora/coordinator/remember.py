@@ -16,7 +16,7 @@ from infinilora.protocol import keys
 from infinilora.protocol.errors import Internal
 from infinilora.protocol.ids import Fingerprint
 from infinilora.protocol.traffic import CalendarSpan, DemandHistory
-from infinilora.runtime.store import Change, Store, Value
+from infinilora.runtime.store import Change, Store, Value, fence
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,10 @@ class Remembrance:
         now = self._watched.clock()
         if self._left_at is not None and now - self._left_at < LEAVE_S:
             return
-        fence = Change(keys.EPOCH, b"%d" % epoch)
         for base in sorted(self._taken):
-            await self._store.swap([fence, _put(keys.demand(base), self._watched.history(base))])
+            await self._store.swap([fence(epoch), _put(keys.demand(base), self._watched.history(base))])
         for place, span in self._watched.calendar.since(self._left_span):
-            if await self._store.swap([fence, _put(keys.CALENDAR, span, field=str(place))]):
+            if await self._store.swap([fence(epoch), _put(keys.CALENDAR, span, field=str(place))]):
                 self._left_span = span.number
         self._left_at = now
 

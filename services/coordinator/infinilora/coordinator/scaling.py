@@ -30,7 +30,7 @@ from infinilora.protocol.ids import Digest, Fingerprint
 from infinilora.protocol.scale import TIERS, Desired, TierName, by_hand
 from infinilora.runtime.members import Members
 from infinilora.runtime.membership import Member
-from infinilora.runtime.store import Change, Store, Value
+from infinilora.runtime.store import Change, Store, Value, fence
 
 logger = logging.getLogger(__name__)
 
@@ -298,8 +298,8 @@ class Autoscaler:
         before = read.value if read else None
         if before == after:
             return True
-        fence = Change(keys.EPOCH, b"%d" % epoch)
-        if not await self._store.swap([fence, Change(keys.desired(after.base), read.raw if read else None, after)]):
+        change = Change(keys.desired(after.base), read.raw if read else None, after)
+        if not await self._store.swap([fence(epoch), change]):
             return False
         self.desired[after.base] = after
         for tier in TIERS:
