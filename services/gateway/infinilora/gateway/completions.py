@@ -9,9 +9,6 @@ from infinilora.gateway.schema import MAX_CHOICES, MAX_LOGPROBS, CompletionBody
 from infinilora.gateway.text import TextDecoder
 from infinilora.protocol.errors import InvalidRequest
 
-WHOLE_OBJECT = CHUNK_OBJECT = "text_completion"
-ID_PREFIX = "cmpl-"
-
 
 async def plan_completion(body: CompletionBody, *, request_id: str, target: Target, base: Base, limits: Limits) -> Plan:
     """Check the body against the model. Raises InvalidRequest naming the field."""
@@ -83,9 +80,8 @@ def _check_ids(ids: list[Any], vocab_size: int) -> tuple[int, ...]:
 class CompletionShape:
     """Writes one request's answer as completions look. Keeps where each choice's text stands."""
 
-    whole_object = WHOLE_OBJECT
-    chunk_object = CHUNK_OBJECT
-    id_prefix = ID_PREFIX
+    whole_object = chunk_object = "text_completion"
+    id_prefix = "cmpl-"
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
