@@ -65,7 +65,9 @@ def test_only_the_top_names_become_labels() -> None:
 def test_ties_are_read_when_scraped() -> None:
     registry = metrics.new_registry()
     state = {"connected": True}
-    metrics.ProcessMetrics(registry).watch(bus_connected=lambda: state["connected"], events_dropped=lambda: 3)
+    metrics.ProcessMetrics(registry).watch(
+        bus_connected=lambda: state["connected"], redis_connected=lambda: True, events_dropped=lambda: 3
+    )
     assert b"infinilora_bus_connected 1.0" in metrics.render(registry)
     state["connected"] = False
     page = metrics.render(registry)

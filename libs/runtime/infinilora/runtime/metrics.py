@@ -96,7 +96,7 @@ class ProcessMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.bus_connected = Gauge("infinilora_bus_connected", "1 while the broker is connected.", registry=registry)
-        self.store_connected = Gauge("infinilora_store_connected", "1 while the store answers.", registry=registry)
+        self.redis_connected = Gauge("infinilora_redis_connected", "1 while Redis answers.", registry=registry)
         self.events_dropped = Gauge(
             "infinilora_bus_events_dropped", "Events dropped while the broker was away.", registry=registry
         )
@@ -105,14 +105,13 @@ class ProcessMetrics:
         self,
         *,
         bus_connected: Callable[[], bool],
-        store_connected: Callable[[], bool] | None = None,
+        redis_connected: Callable[[], bool],
         events_dropped: Callable[[], int],
     ) -> None:
         """Read these when scraped."""
         self.bus_connected.set_function(lambda: float(bus_connected()))
         self.events_dropped.set_function(lambda: float(events_dropped()))
-        if store_connected is not None:
-            self.store_connected.set_function(lambda: float(store_connected()))
+        self.redis_connected.set_function(lambda: float(redis_connected()))
 
 
 class ObjectStoreMetrics:

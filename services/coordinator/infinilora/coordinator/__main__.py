@@ -146,7 +146,7 @@ def _watch(
     """Have the gauges read what they show when they are scraped."""
     ProcessMetrics(registry).watch(
         bus_connected=lambda: bus.is_connected,
-        store_connected=lambda: reconciler.store_answers,
+        redis_connected=lambda: reconciler.store_answers,
         events_dropped=lambda: bus.dropped_events,
     )
     shown = reconciler.metrics

@@ -108,7 +108,7 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     )
     ProcessMetrics(metrics_registry).watch(
         bus_connected=lambda: ties.bus.is_connected,
-        store_connected=lambda: not registry.is_stale,
+        redis_connected=lambda: not registry.is_stale,
         events_dropped=lambda: ties.bus.dropped_events,
     )
     ObjectStoreMetrics(metrics_registry).watch(lambda: ties.blobs.answers)
