@@ -1,7 +1,8 @@
 """`infinilora adapter`: check, push, list, show, alias, roll back, pin, verify and remove adapters."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from infinilora.cli import demo
 from infinilora.cli.api import Api, Json, Wish, adapter_files
 from infinilora.cli.find import gateway
 from infinilora.cli.fleet_tables import UNKNOWN
+from infinilora.cli.given import given
 from infinilora.cli.models import DEMO_MODELS
 from infinilora.cli.options import ApiKey, AsJson, Tenant, Url, VarDir
 from infinilora.cli.terminal import REFUSED, bars, err, errors, in_bytes, out, show_error, show_table
@@ -52,23 +54,23 @@ DemoModel = Annotated[str, typer.Argument(metavar="MODEL", help=", ".join(DEMO_M
 Replace = Annotated[bool, typer.Option("--replace", help="A new version behind a name that is in use.")]
 
 
+@contextmanager
+def a_gateway(
+    *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
+) -> Iterator[Api]:
+    """The one that these commands ask, and for whom. What it refuses ends the command."""
+    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
+        yield api
+
+
 @app.command()
-def push(  # noqa: PLR0913 - each is an option
-    source: Source,
-    name: Name,
-    *,
-    replace: Replace = False,
-    base: Base = "",
-    narrow: Narrow = "",
-    tenant: Tenant = "",
-    url: Url = "",
-    api_key: ApiKey = "",
-    var_dir: VarDir = Path(".var"),
+@given(a_gateway)
+def push(
+    api: Api, source: Source, name: Name, *, replace: Replace = False, base: Base = "", narrow: Narrow = ""
 ) -> None:
     """Register an adapter. It is checked against the base model, tensor by tensor, before the name works."""
     wish = Wish(name, replace, base, narrow)
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        record = api.register(source, wish) if "://" in source else _upload(api, Path(source), wish)
+    record = api.register(source, wish) if "://" in source else _upload(api, Path(source), wish)
     for warning in record.get("warnings", []):
         err.print(f"[yellow]warning[/yellow]: {escape(warning['text'])}")
     out.print(f"{record['name']} {record['digest']}")
@@ -123,12 +125,10 @@ def check(
 
 
 @app.command(name="ls")
-def list_adapters(
-    *, as_json: AsJson = False, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def list_adapters(api: Api, *, as_json: AsJson = False) -> None:
     """List the adapters."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        records = list(api.adapters())
+    records = list(api.adapters())
     if as_json:
         out.print_json(json.dumps(records))
         return
@@ -136,77 +136,53 @@ def list_adapters(
 
 
 @app.command()
-def show(
-    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def show(api: Api, name: Named) -> None:
     """Show all that is known of an adapter, as JSON."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        record = api.adapter(name)
+    record = api.adapter(name)
     out.print_json(json.dumps(record))
 
 
 @app.command()
-def alias(
-    name: Named,
-    target: Target,
-    *,
-    tenant: Tenant = "",
-    url: Url = "",
-    api_key: ApiKey = "",
-    var_dir: VarDir = Path(".var"),
-) -> None:
+@given(a_gateway)
+def alias(api: Api, name: Named, target: Target) -> None:
     """Let a name mean an adapter or one of its versions, from now on."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        record = api.alias(name, target)
+    record = api.alias(name, target)
     out.print(f"{name} {record['name']}@v{record['version']} {record['digest']}", markup=False)
 
 
 @app.command()
-def rollback(
-    name: Named,
-    *,
-    to: To = "",
-    tenant: Tenant = "",
-    url: Url = "",
-    api_key: ApiKey = "",
-    var_dir: VarDir = Path(".var"),
-) -> None:
+@given(a_gateway)
+def rollback(api: Api, name: Named, *, to: To = "") -> None:
     """Make an earlier version the current one. Running requests finish on theirs."""
     number = to.removeprefix("v")
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        if number and not number.isdecimal():
-            raise InvalidRequest(f"--to {to!r}: wanted a version, like v3", param="to")
-        record = api.rollback(name, int(number) if number else None)
+    if number and not number.isdecimal():
+        raise InvalidRequest(f"--to {to!r}: wanted a version, like v3", param="to")
+    record = api.rollback(name, int(number) if number else None)
     out.print(f"{record['name']} v{record['version']} {record['digest']}", markup=False)
 
 
 @app.command()
-def pin(
-    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def pin(api: Api, name: Named) -> None:
     """Keep an adapter of yours resident, whatever its heat; `infinilora pin` is an operator's, and audited."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        record = api.pin(name, pinned=True)
+    record = api.pin(name, pinned=True)
     out.print(f"{record['name']} is pinned", markup=False)
 
 
 @app.command()
-def unpin(
-    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def unpin(api: Api, name: Named) -> None:
     """Let an adapter of yours be evicted again."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        record = api.pin(name, pinned=False)
+    record = api.pin(name, pinned=False)
     out.print(f"{record['name']} is not pinned", markup=False)
 
 
 @app.command()
-def verify(
-    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def verify(api: Api, name: Named) -> None:
     """Have all that the store holds of an adapter read, hashed and self-tested; exit status 0: it is as it was made."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        report = api.verify(name)
+    report = api.verify(name)
     for fault in report["faults"]:
         err.print(f"[red]fault[/red]: {escape(str(fault))}")
     told = f"{name} v{report['version']} {report['digest']}: {report['blocks']} blocks, {in_bytes(report['bytes'])}"
@@ -223,20 +199,18 @@ def _told_of_test(test: Json | None) -> str:
 
 
 @app.command(name="rm")
-def remove(
-    name: Named, *, tenant: Tenant = "", url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")
-) -> None:
+@given(a_gateway)
+def remove(api: Api, name: Named) -> None:
     """Remove an adapter, or an alias. Requests that run with it finish."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key, tenant=tenant) as api:
-        api.remove(name)
+    api.remove(name)
     out.print(f"removed {name}", markup=False)
 
 
 @app.command(name="demo")
-def push_demo(model: DemoModel, *, url: Url = "", api_key: ApiKey = "", var_dir: VarDir = Path(".var")) -> None:
+@given(a_gateway)
+def push_demo(api: Api, model: DemoModel) -> None:
     """Register the demo adapters of a demo model; names that are in use are left alone."""
-    with errors(), Api(gateway(url, var_dir), api_key=api_key) as api:
-        demo.register(api, model, None)
+    demo.register(api, model, None)
     out.print(" ".join(adapter.name for adapter in demo.adapters_of(model)) or f"{model} has no demo adapters")
 
 

@@ -1,20 +1,22 @@
 """What an operator does by hand: pin, evict, drain, freeze, rebalance, and who did what. Any coordinator takes it."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from infinilora.cli.api import Json
+from infinilora.cli.api import Api, Json
 from infinilora.cli.find import operator
+from infinilora.cli.given import given
 from infinilora.cli.options import AdminKey, AsJson, Coordinator, VarDir
 from infinilora.cli.terminal import REFUSED, errors, in_bytes, out, show_table
 from infinilora.protocol.errors import InvalidRequest
 
-VAR = Path(".var")
 AUTO, TAKEN = "auto", "taken"
 SHOWN = 50
 """Moves in a table; --json has more."""
@@ -37,60 +39,48 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Plan as if nothing were an
 Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the latest first.")]
 
 
-class Desk:
-    """Where an act is sent, and by whom: the options that all of these commands have."""
-
-    def __init__(self, coordinator: str, admin_key: str, var_dir: Path) -> None:
-        self._coordinator = coordinator
-        self._admin_key = admin_key
-        self._var_dir = var_dir
-
-    def act(self, name: str, reason: str, **fields: Any) -> Json:
-        """What the leader says it did. A refusal ends the command."""
-        with errors(), operator(self._coordinator, self._admin_key, self._var_dir) as api:
-            return api.post(f"/v1/admin/{name}", {**fields, "reason": reason})
-
-    def audit(self, limit: int) -> list[Json]:
-        with errors(), operator(self._coordinator, self._admin_key, self._var_dir) as api:
-            entries: list[Json] = api.get(f"/v1/admin/audit?limit={limit}")["entries"]
-            return entries
+Act = Callable[..., Json]
+"""Has the leader do what is named, with its fields; returns what it says it did. A refusal ends the command."""
 
 
-def pin(
-    adapter: Adapter,
+@contextmanager
+def a_coordinator(
+    *, coordinator: Coordinator = "", admin_key: AdminKey = "", var_dir: VarDir = Path(".var")
+) -> Iterator[Api]:
+    """Any of them, shown an operator's key."""
+    with errors(), operator(coordinator, admin_key, var_dir) as api:
+        yield api
+
+
+@contextmanager
+def by_hand(
     *,
     reason: Reason = "",
     coordinator: Coordinator = "",
     admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+    var_dir: VarDir = Path(".var"),
+) -> Iterator[Act]:
+    """What is done with a reason, and audited."""
+    with a_coordinator(coordinator=coordinator, admin_key=admin_key, var_dir=var_dir) as api:
+        yield lambda act, /, **fields: api.post(f"/v1/admin/{act}", {**fields, "reason": reason})
+
+
+@given(by_hand)
+def pin(act: Act, adapter: Adapter) -> None:
     """Keep an adapter resident, whatever its heat."""
-    _say_pinned(Desk(coordinator, admin_key, var_dir).act("pin", reason, adapter=adapter), "pinned")
+    _say_pinned(act("pin", adapter=adapter), "pinned")
 
 
-def unpin(
-    adapter: Adapter,
-    *,
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def unpin(act: Act, adapter: Adapter) -> None:
     """Let an adapter be evicted again."""
-    _say_pinned(Desk(coordinator, admin_key, var_dir).act("pin", reason, adapter=adapter, pinned=False), "unpinned")
+    _say_pinned(act("pin", adapter=adapter, pinned=False), "unpinned")
 
 
-def evict(
-    adapter: Evicted,
-    *,
-    group: Group = "",
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def evict(act: Act, adapter: Evicted, *, group: Group = "") -> None:
     """Have an adapter's slots given up. Requests that run keep theirs; whoever asks for it has it loaded again."""
-    done = Desk(coordinator, admin_key, var_dir).act("evict", reason, adapter=adapter, group=group)
+    done = act("evict", adapter=adapter, group=group)
     for order in done["orders"]:
         out.print(f"{order['group']}: {order['digest']} {order['outcome']}", markup=False)
     if not done["orders"]:
@@ -99,62 +89,38 @@ def evict(
         raise typer.Exit(REFUSED)
 
 
-def drain(
-    member: MemberName,
-    *,
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def drain(act: Act, member: MemberName) -> None:
     """Have a group or an engine take no new work; `infinilora status` shows when nothing runs on it."""
-    done = Desk(coordinator, admin_key, var_dir).act("drain", reason, member=member)
+    done = act("drain", member=member)
     out.print(f"{member} {'is to drain' if done['changed'] else 'was draining already'}", markup=False)
     if done.get("others") == 0:
         out.print("nobody else takes its work now: what needs it waits until somebody does", markup=False)
 
 
-def undrain(
-    member: MemberName,
-    *,
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def undrain(act: Act, member: MemberName) -> None:
     """Have what was told to drain take work again."""
-    Desk(coordinator, admin_key, var_dir).act("drain", reason, member=member, draining=False)
+    act("drain", member=member, draining=False)
     out.print(f"{member} takes work again", markup=False)
 
 
-def freeze(
-    *, reason: Reason = "", coordinator: Coordinator = "", admin_key: AdminKey = "", var_dir: VarDir = VAR
-) -> None:
+@given(by_hand)
+def freeze(act: Act) -> None:
     """Have the coordinator place, move and scale nothing by itself until `unfreeze`. Requests are served as before."""
-    done = Desk(coordinator, admin_key, var_dir).act("freeze", reason)
-    out.print("frozen" if done["changed"] else "was frozen already; now by you")
+    out.print("frozen" if act("freeze")["changed"] else "was frozen already; now by you")
 
 
-def unfreeze(
-    *, reason: Reason = "", coordinator: Coordinator = "", admin_key: AdminKey = "", var_dir: VarDir = VAR
-) -> None:
+@given(by_hand)
+def unfreeze(act: Act) -> None:
     """Let the coordinator decide by itself again."""
-    done = Desk(coordinator, admin_key, var_dir).act("freeze", reason, frozen=False)
-    out.print("not frozen any more" if done["changed"] else "was not frozen")
+    out.print("not frozen any more" if act("freeze", frozen=False)["changed"] else "was not frozen")
 
 
-def rebalance(
-    *,
-    dry_run: DryRun = False,
-    fresh: Fresh = False,
-    as_json: AsJson = False,
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def rebalance(act: Act, *, dry_run: DryRun = False, fresh: Fresh = False, as_json: AsJson = False) -> None:
     """Plan which group holds what, now; with --dry-run, say what would change and why."""
-    done = Desk(coordinator, admin_key, var_dir).act("rebalance", reason, dry_run=dry_run, fresh=fresh)
+    done = act("rebalance", dry_run=dry_run, fresh=fresh)
     if as_json:
         out.print_json(json.dumps(done))
         return
@@ -165,24 +131,13 @@ def rebalance(
         out.print("no LoRA server is there: nothing to plan")
 
 
-def scale(
-    tier: Tier,
-    count: Count,
-    *,
-    model: Model = "",
-    force: Force = False,
-    reason: Reason = "",
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(by_hand)
+def scale(act: Act, tier: Tier, count: Count, *, model: Model = "", force: Force = False) -> None:
     """Have so many engines or groups, whatever the traffic; `auto`: as many as it takes. /v1/scale shows what is so."""
-    with errors():
-        if count != AUTO and not (count.isascii() and count.isdigit()):
-            raise InvalidRequest(f"count is {count!r}; wanted a whole number, or {AUTO}", param="count")
-    number = None if count == AUTO else int(count)
-    fields = {"tier": tier, "count": number, "model": model} | ({"force": True} if force else {})
-    done = Desk(coordinator, admin_key, var_dir).act("scale", reason, **fields)
+    if count != AUTO and not (count.isascii() and count.isdigit()):
+        raise InvalidRequest(f"count is {count!r}; wanted a whole number, or {AUTO}", param="count")
+    forced = {"force": True} if force else {}
+    done = act("scale", tier=tier, count=None if count == AUTO else int(count), model=model, **forced)
     out.print(f"{tier} of {done['model']}: {count}{'' if done['changed'] else ', as before'}", markup=False)
     if done.get("frozen"):
         out.print("the fleet is frozen: carried out once it is not any more")
@@ -190,16 +145,10 @@ def scale(
         out.print(UNFOLLOWED)
 
 
-def audit(
-    *,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-    coordinator: Coordinator = "",
-    admin_key: AdminKey = "",
-    var_dir: VarDir = VAR,
-) -> None:
+@given(a_coordinator)
+def audit(api: Api, *, limit: Limit = 20, as_json: AsJson = False) -> None:
     """Show who did what by hand, when, under which epoch, and why."""
-    entries = Desk(coordinator, admin_key, var_dir).audit(limit)
+    entries = api.get(f"/v1/admin/audit?limit={limit}")["entries"]
     if as_json:
         out.print_json(json.dumps(entries))
         return

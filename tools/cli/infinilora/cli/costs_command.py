@@ -15,14 +15,11 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from infinilora.cli import models
-from infinilora.cli.model_commands import prepared
-from infinilora.cli.options import VarDir
-from infinilora.cli.record_command import Threads
+from infinilora.cli.model_commands import ready_model
+from infinilora.cli.options import Model, VarDir
+from infinilora.cli.own_system import Rank, Threads, check_writable, make_adapters, running, say
 from infinilora.cli.stack import Stack
-from infinilora.cli.terminal import err, errors, out, show_table
-from infinilora.cli.trace_command import Load, Model, Rank, make_adapters, register
-from infinilora.protocol.errors import InvalidRequest
+from infinilora.cli.terminal import errors, out, show_table
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second to import, which the other commands need not spend
     from infinilora.bench.costs import Meter, Point
@@ -67,18 +64,15 @@ def costs(
     from infinilora.planner.simulate.costs import write_costs
 
     with errors():
-        if not out_file.absolute().parent.is_dir():
-            raise InvalidRequest(f"found no directory {out_file.absolute().parent}; wanted one to write to")
-        if model in models.DEMO_MODELS:
-            prepared(model, var_dir)
-        directory, threads = models.find_model(model, var_dir), threads or os.cpu_count() or 1
+        check_writable(out_file)
+        directory, threads = ready_model(model, var_dir), threads or os.cpu_count() or 1
         with TemporaryDirectory(prefix="infinilora-costs-") as home:
             here = Path(home)
-            warm = make_adapters(directory, here / "warm", Load(ADAPTERS, rank, 0, 0, 0))
+            warm = make_adapters(directory, here / "warm", count=ADAPTERS, rank=rank)
             cold = {
                 f"cold-{times}-{name}": made
                 for times in COLD_RANKS
-                for name, made in make_adapters(directory, here / str(times), Load(COLD, rank * times, 0, 0, 0)).items()
+                for name, made in make_adapters(directory, here / str(times), count=COLD, rank=rank * times).items()
             }
             found = {}
             for lora in ("none", "local", "remote"):
@@ -88,7 +82,7 @@ def costs(
                     served_name="base",
                     lora=lora,
                     threads=threads,
-                    on_event=lambda name, event: err.print(f"{name} {event}"),
+                    on_event=say,
                 )
                 adapters = warm if lora != "none" else {}
                 colder = cold if lora == "remote" else {}
@@ -102,20 +96,14 @@ def costs(
 
 
 async def _measure(stack: Stack, warm: dict[str, Path], cold: dict[str, Path], rounds: int, tokens: int) -> Measured:
-    """Start, register, ask, stop."""
     from infinilora.bench.costs import Meter
 
-    await stack.start()
-    try:
-        await asyncio.to_thread(register, stack, warm | cold)
-        async with httpx.AsyncClient(base_url=stack.url, timeout=600) as http:
-            meter = Meter(http, list(warm), base="base", seed=len(warm))
-            for name in list(warm) or ["base"]:
-                await meter.first(name, PROMPTS[0])
-            points = [point for _ in range(rounds) for point in await _round(meter, len(warm), tokens)]
-            return Measured(points, [(_size(path), await meter.first(name, PROMPTS[0])) for name, path in cold.items()])
-    finally:
-        await stack.stop()
+    async with running(stack, warm | cold), httpx.AsyncClient(base_url=stack.url, timeout=600) as http:
+        meter = Meter(http, list(warm), base="base", seed=len(warm))
+        for name in list(warm) or ["base"]:
+            await meter.first(name, PROMPTS[0])
+        points = [point for _ in range(rounds) for point in await _round(meter, len(warm), tokens)]
+        return Measured(points, [(_size(path), await meter.first(name, PROMPTS[0])) for name, path in cold.items()])
 
 
 async def _round(meter: "Meter", num_adapters: int, tokens: int) -> "list[Point]":

@@ -30,6 +30,11 @@ def list_models(var_dir: VarDir = Path(".var")) -> None:
         out.print(f"{name:14} {what}; {state}")
 
 
+def ready_model(name: str, var_dir: Path) -> Path:
+    """The directory of a model: of one of the demo, which is prepared if it was not, or the one that is named."""
+    return prepared(name, var_dir) if name in models.DEMO_MODELS else models.find_model(name, var_dir)
+
+
 def prepared(name: str, var_dir: Path) -> Path:
     """Prepare with a progress bar for each stage; at once when it was done before."""
     if name in models.DEMO_MODELS and models.is_prepared(name, var_dir):

@@ -1,12 +1,15 @@
-"""Options that several commands share. Each is also read from the environment."""
+"""Options that several commands share. Those that say where a system is are also read from the environment."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from infinilora.cli.models import DEMO_MODELS
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
+Model = Annotated[str, typer.Option("--model", help=f"{', '.join(DEMO_MODELS)}, or a Hugging Face directory.")]
 VarDir = Annotated[
     Path,
     typer.Option("--var-dir", envvar="INFINILORA_VAR_DIR", help="Where models, data, logs and secrets are kept."),

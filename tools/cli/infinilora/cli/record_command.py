@@ -3,18 +3,26 @@
 import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from infinilora.cli import models
-from infinilora.cli.model_commands import prepared
-from infinilora.cli.options import VarDir
+from infinilora.cli.model_commands import ready_model
+from infinilora.cli.options import Model, VarDir
+from infinilora.cli.own_system import (
+    Adapters,
+    Lora,
+    Prompt,
+    Rank,
+    Threads,
+    check_writable,
+    make_adapters,
+    running,
+    say,
+)
 from infinilora.cli.stack import Stack
-from infinilora.cli.terminal import err, errors, out
-from infinilora.cli.trace_command import Adapters, Load, Model, Prompt, Rank, make_adapters, register
-from infinilora.protocol.errors import InvalidRequest
+from infinilora.cli.terminal import errors, out
 
 if TYPE_CHECKING:
     from infinilora.bench.record import Arrivals
@@ -23,9 +31,7 @@ Rate = Annotated[float, typer.Option("--rate", min=0.001, help="Requests a secon
 Requests = Annotated[int, typer.Option("--requests", min=2, help="How many.")]
 Zipf = Annotated[float, typer.Option("--zipf", min=0, help="The i-th adapter is asked for in proportion to i^-ZIPF.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=2, help="Of an answer on average; from half to three halves.")]
-Lora = Annotated[Literal["remote", "local"], typer.Option("--lora", help="Where: a LoRA server, or the engine.")]
 Engines = Annotated[int, typer.Option("--engines", min=1, help="Of the base.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Cores for each engine's step; 0: all.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of arrivals, lengths and popularity.")]
 Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
 
@@ -54,14 +60,11 @@ def record(  # noqa: PLR0913 - each is an option
         rate=rate, requests=requests, adapters=adapters, zipf=zipf, prompt=prompt, tokens=tokens, seed=seed
     )
     with errors():
-        if not out_file.absolute().parent.is_dir():
-            raise InvalidRequest(f"found no directory {out_file.absolute().parent}; wanted one to write to")
-        if model in models.DEMO_MODELS:
-            prepared(model, var_dir)
-        directory = models.find_model(model, var_dir)
+        check_writable(out_file)
+        directory = ready_model(model, var_dir)
         with TemporaryDirectory(prefix="infinilora-record-") as home:
             here = Path(home)
-            made = make_adapters(directory, here / "adapters", Load(adapters, rank, requests, prompt, tokens))
+            made = make_adapters(directory, here / "adapters", count=adapters, rank=rank)
             stack = Stack(
                 here / "var",
                 model=str(directory),
@@ -69,7 +72,7 @@ def record(  # noqa: PLR0913 - each is an option
                 lora=lora,
                 engines=engines,
                 threads=threads or None,
-                on_event=lambda name, event: err.print(f"{name} {event}"),
+                on_event=say,
             )
             rows = asyncio.run(_run(stack, made, arrivals))
             sizes = [(path / "adapter_model.safetensors").stat().st_size for path in made.values()]
@@ -81,16 +84,12 @@ def record(  # noqa: PLR0913 - each is an option
 
 
 async def _run(stack: Stack, adapters: dict[str, Path], arrivals: "Arrivals") -> list[dict[str, float]]:
-    """Start, register, warm every adapter once, play, stop."""
+    """Warm every adapter once, then play."""
     from infinilora.bench.load import Ask, run_together
     from infinilora.bench.record import plan, play
 
-    await stack.start()
-    try:
-        await asyncio.to_thread(register, stack, adapters)
-        names = list(adapters)
+    names = list(adapters)
+    async with running(stack, adapters):
         for name in names or ["base"]:
             await run_together(stack.url, [Ask(name, [5] * arrivals.prompt, 2)])
         return await play(stack.url, plan(arrivals), names, "base")
-    finally:
-        await stack.stop()

@@ -10,16 +10,15 @@ from typing import Annotated
 
 import typer
 
-from infinilora.cli import demo, models
+from infinilora.cli import demo
 from infinilora.cli.api import Api
 from infinilora.cli.follow import Most, follow
-from infinilora.cli.model_commands import prepared
-from infinilora.cli.options import VarDir
+from infinilora.cli.model_commands import ready_model
+from infinilora.cli.options import Model, VarDir
 from infinilora.cli.stack import Stack, Urls, check_layout
 from infinilora.cli.terminal import err, errors, out
 from infinilora.cli.welcome import speech_of, welcome
 
-Model = Annotated[str, typer.Option("--model", help=f"{', '.join(models.DEMO_MODELS)}, or a Hugging Face directory.")]
 Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP API; 0: any that is free.")]
 Lora = Annotated[str, typer.Option("--lora", help="remote: in a LoRA server. local: in the engine. none: base only.")]
@@ -83,8 +82,7 @@ def up(  # noqa: PLR0913 - each is an option
 
     with errors():
         check_layout(lora=lora, lora_shape=lora_shape, engine_shards=shards)
-        if model in models.DEMO_MODELS:
-            prepared(model, var_dir)
+        ready_model(model, var_dir)
         stack = Stack(
             var_dir,
             model=model,
