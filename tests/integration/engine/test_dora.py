@@ -11,17 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from infinilora.engine.lora.local import LocalLora
-from infinilora.engine.sched.scheduler import Limits
-from infinilora.kernels.slot_kernels import SlotKernels
-from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol import keys
 from infinilora.protocol.adapter import manifest_digest
 from infinilora.protocol.ids import Digest
-from infinilora.runtime.blobs import DirectoryBlobs
 from support.answers import ingest_answered
-from support.engines import TestEngine, load_tiny
-from support.tiny_models import VOCAB, make_tiny_model
+from support.peft_house import PROMPT, House, logprobs, worst
 
 pytestmark = [
     pytest.mark.integration,
@@ -32,7 +26,6 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-3
-PROMPT = torch.randint(3, VOCAB, (17,), generator=torch.Generator().manual_seed(4)).tolist()
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,26 +53,8 @@ class Trained:
     merged: Callable[[list[int]], Tensor]
 
 
-class House:
-    """A tiny base, and an engine of it with a pool of its own."""
-
-    def __init__(self, work: Path, name: str) -> None:
-        self.work = work
-        self.tiny = make_tiny_model(name, work / "base")
-        self.model = load_tiny(self.tiny.directory)
-        self.blobs = DirectoryBlobs(work / "store")
-        config = PoolConfig(
-            base=self.model.card.fingerprint,
-            num_layers=self.model.card.num_layers,
-            capacity_bytes=8 << 20,
-            num_slots=4,
-            cache_dir=work / "cache",
-            cache_bytes=8 << 20,
-        )
-        kernels = SlotKernels(num_slots=4, num_layers=self.model.card.num_layers + 1)
-        self.deaths: list[BaseException] = []
-        self.pool = AdapterPool(config, self.blobs, kernels, on_death=self.deaths.append)
-        self.lora = LocalLora(self.pool, lambda: None)
+class DoraHouse(House):
+    """Whose adapters PEFT has made, with magnitudes."""
 
     def trained(self, config: dict[str, Any]) -> Trained:
         """Random pairs, and magnitudes that are not the rows' own."""
@@ -100,9 +75,9 @@ class House:
             if self.tiny.hf.config.tie_word_embeddings:  # as PEFT advises: the embedding is not merged into
                 head = model.base_model.model.lm_head.base_layer
                 head.weight = torch.nn.Parameter(head.weight.detach().clone())
-            return _logprobs(model.merge_and_unload(), tokens)
+            return logprobs(model.merge_and_unload(), tokens)
 
-        return Trained(directory, lambda tokens: _logprobs(model, tokens), merged)
+        return Trained(directory, lambda tokens: logprobs(model, tokens), merged)
 
     def packed(self, directory: Path, **options: str) -> Digest:
         file = self.work / "packed"
@@ -111,37 +86,11 @@ class House:
         self.blobs.put_file(keys.packed(digest), file)
         return digest
 
-    def served(self, digest: Digest | None) -> tuple[list[int], list[float]]:
-        """Six greedy tokens after the prompt, and the log-probabilities of prompt and tokens, beside a base row."""
-        engine = TestEngine(self.model, self.lora, limits=Limits(max_running=4, step_tokens=8))
-        heard = engine.ask(PROMPT, digest=digest, max_tokens=6, logprobs=0, prompt_logprobs=0)
-        beside = engine.ask(PROMPT[:9], max_tokens=2)
-        while not heard.is_over or not beside.is_over:
-            engine.turn()
-        engine.loop.check_idle()
-        return heard.tokens, [score.logprob for score in (*heard.prompt_scores, *heard.scores)]
-
-    def close(self) -> None:
-        self.lora.close()
-        self.pool.close()
-        assert not self.deaths
-
-
-def _logprobs(model: Any, tokens: list[int]) -> Tensor:
-    with torch.inference_mode():
-        out: Tensor = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-    return out
-
-
-def worst(scores: list[float], oracle: Tensor, tokens: list[int]) -> float:
-    wanted = [float(oracle[at, token]) for at, token in enumerate(tokens[1:])]
-    return max(abs(a - b) for a, b in zip(scores, wanted, strict=True))
-
 
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_dora_is_served_as_peft_computes_it_and_as_it_merges_it(what: str, tmp_path: Path) -> None:
     name, config = ADAPTERS[what]
-    house = House(tmp_path, name)
+    house = DoraHouse(tmp_path, name)
     _, base_scores = house.served(None)
     trained = house.trained(config)
 

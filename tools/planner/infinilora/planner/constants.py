@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from infinilora.coordinator.provision.shape import Speeds
+from infinilora.planner.jsonfile import read_json
 from infinilora.protocol.errors import InvalidRequest
 
 FILE = Path(__file__).with_name("constants.json")
@@ -55,12 +56,7 @@ class Constants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_constants(path: Path = FILE) -> Constants:
     """InvalidRequest names the file and the constant that is missing, unknown or not above 0."""
-    try:
-        constants = msgspec.json.decode(path.read_bytes(), type=Constants)
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="constants") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}; wanted the form of {FILE.name}", param="constants") from None
+    constants = read_json(path, Constants, param="constants", wanted=f"the form of {FILE.name}")
     for name in Constants.__struct_fields__:
         value = getattr(constants, name).value
         least = 1 if name in ("peers", "rows_per_engine") else 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from infinilora.coordinator.provision.shape import Layers, SiteShape, numbers_of
+from infinilora.planner.jsonfile import read_json
 from infinilora.protocol.errors import InvalidRequest
 
 FILE = Path(__file__).with_name("models.json")
@@ -88,16 +89,8 @@ def find_base(model: str, targets: frozenset[str]) -> Base:
         raise InvalidRequest(
             f"found {model!r}; wanted one of {names}, or a directory with a config.json", param="model"
         )
-    return Base(path.parent.name, layers_of(_read(path), targets, str(path)))
-
-
-def _read(path: Path) -> Config:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Config)
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="model") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}", param="model") from None
+    config = read_json(path, Config, param="model", wanted="a model's config.json")
+    return Base(path.parent.name, layers_of(config, targets, str(path)))
 
 
 def layers_of(config: Config, targets: frozenset[str], source: str) -> Layers:

@@ -12,6 +12,7 @@ from infinilora.coordinator.provision.admission import Ints
 from infinilora.coordinator.provision.pools import Demand
 from infinilora.coordinator.provision.popularity import shares, zipf
 from infinilora.planner.geometry import TARGETS, Base, find_base
+from infinilora.planner.jsonfile import read_json
 from infinilora.protocol.errors import InvalidRequest
 
 MAX_ADAPTERS = 1_000_000
@@ -120,12 +121,7 @@ def by_law(law: Law, *, targets: frozenset[str], number_bytes: int) -> Served:
 
 def by_file(path: Path, *, targets: frozenset[str], number_bytes: int) -> list[Served]:
     """Read a workload file. InvalidRequest names the file, the place in it, what was found and what was wanted."""
-    try:
-        workload = msgspec.json.decode(path.read_bytes(), type=Workload)
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="workload") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}", param="workload") from None
+    workload = read_json(path, Workload, param="workload", wanted="the form that docs/planning.md shows")
     if not workload.bases:
         raise InvalidRequest(f"{path}: bases: found none; wanted one or more", param="workload")
     served = []

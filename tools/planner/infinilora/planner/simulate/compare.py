@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from infinilora.planner.jsonfile import read_json
 from infinilora.planner.simulate.costs import Costs
 from infinilora.planner.simulate.fleet import Fleet, check_room
 from infinilora.planner.simulate.load import MAX_TOKENS, Request
@@ -75,12 +76,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_record(path: Path) -> Record:
-    try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="record") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}; wanted what bench record writes", param="record") from None
+    record = read_json(path, Record, param="record", wanted="what bench record writes")
     if not record.requests:
         raise InvalidRequest(f"{path}: found no requests; wanted one or more", param="record")
     if not all(1 <= size <= MAX_BYTES // len(record.adapter_bytes) for size in record.adapter_bytes):

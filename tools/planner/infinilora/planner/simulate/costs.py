@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from infinilora.planner.constants import Constant
+from infinilora.planner.jsonfile import read_json
 from infinilora.protocol.errors import InvalidRequest
 
 CPU_FILE = Path(__file__).with_name("cpu.json")
@@ -103,12 +104,7 @@ def wait_s(service_s: float, others: float) -> float:
 
 def read_costs(path: Path) -> Costs:
     """InvalidRequest names the file, and the number that is missing, unknown or below 0."""
-    try:
-        costs = msgspec.json.decode(path.read_bytes(), type=Costs)
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="costs") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}; wanted the form of {CPU_FILE.name}", param="costs") from None
+    costs = read_json(path, Costs, param="costs", wanted=f"the form of {CPU_FILE.name}")
     check_costs(costs, str(path))
     return costs
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from infinilora.planner.jsonfile import read_json
 from infinilora.planner.simulate.costs import CPU_FILE, Costs, read_costs
 from infinilora.planner.simulate.fleet import Fleet, Mode, Routing, check_fleet
 from infinilora.planner.simulate.load import Load, check_load
@@ -59,7 +60,7 @@ def read_scenario(path: Path | None, changes: list[str]) -> Scenario:
     """InvalidRequest names the file or the word, the place in it, what was found and what was wanted."""
     told: dict[str, object] = {}
     if path is not None:
-        told = _read(path)
+        told = read_json(path, dict[str, object], param="scenario", wanted="an object")
     for change in changes:
         _change(told, change)
     try:
@@ -99,15 +100,6 @@ def _part(name: str) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param=f"{name}.{error.param}") from None
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise InvalidRequest(f"found {path}, {error.strerror}; wanted a file to read", param="scenario") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{path}: {error}; wanted an object", param="scenario") from None
 
 
 def _change(told: dict[str, object], change: str) -> None:
