@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from infinilora.protocol.adapter import Site
 from infinilora.protocol.ids import Digest
 from support.cards import make_card
 from support.fleets import Fleet, fleet
-from support.groups import delta_of, echo_of, serving
+from support.groups import ScriptedGroup, delta_of, echo_of, serving
 from support.waiting import eventually
 
 CARD = make_card("qwen3_moe", num_layers=3, num_experts=4, intermediate=24, vocab_size=5000, outer=True)
@@ -118,6 +119,16 @@ def fleet_of(directory: Path | None, dtype: str = "F32") -> AbstractAsyncContext
     return fleet(directory, card=CARD, layer_sites=LAYER_SITES, dtype=dtype)
 
 
+@asynccontextmanager
+async def linked(directory: Path | None, dtype: str = "F32") -> AsyncIterator[tuple[Fleet, ScriptedGroup]]:
+    """One group, g, that answers with what it was sent, and an open link to it."""
+    async with fleet_of(directory, dtype) as f, serving(f.group("g")) as group:
+        group.echoes = True
+        f.know(group)
+        await f.linked("g")
+        yield f, group
+
+
 def directory_of(backend: str, tmp_path: Path) -> Path | None:
     return tmp_path if backend == "shm" else None
 
@@ -127,13 +138,7 @@ def directory_of(backend: str, tmp_path: Path) -> Path | None:
 async def test_steps_of_the_same_rows_are_right_each_time(
     backend: str, dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
-    async with (
-        fleet_of(directory_of(backend, tmp_path), dtype=name) as f,
-        serving(f.group("g")) as group,
-    ):
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(directory_of(backend, tmp_path), dtype=name) as (f, group):
         a, b = await f.lease(A), await f.lease(B)
         rows = [AdapterRows(0, 2, a), AdapterRows(2, 3, b)]
         for step, base_rows in enumerate((1, 1, 0, 4, 4, 1)):
@@ -144,13 +149,7 @@ async def test_steps_of_the_same_rows_are_right_each_time(
 
 @every_backend
 async def test_rows_that_change_and_come_back_are_right_each_time(backend: str, tmp_path: Path) -> None:
-    async with (
-        fleet(directory_of(backend, tmp_path), card=CARD, layer_sites=LAYER_SITES) as f,
-        serving(f.group("g")) as group,
-    ):
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(directory_of(backend, tmp_path)) as (f, _):
         a, b = await f.lease(A), await f.lease(B)
         some = [
             [AdapterRows(0, 2, a), AdapterRows(2, 3, b)],
@@ -166,10 +165,7 @@ async def test_rows_that_change_and_come_back_are_right_each_time(backend: str, 
 
 async def test_layers_may_adapt_other_rows_than_their_neighbours(tmp_path: Path) -> None:
     """A has nothing in layer 1 and B only that and layer 2: the rows that are sent differ from layer to layer."""
-    async with fleet_of(tmp_path) as f, serving(f.group("g")) as group:
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(tmp_path) as (f, group):
         a, b = await f.lease(A), await f.lease(B)
         of_a, of_b = [*LAYER_SITES], [*LAYER_SITES]
         of_a[1], of_b[0] = 0, 1 << Site.EMBED
@@ -185,10 +181,7 @@ async def test_layers_may_adapt_other_rows_than_their_neighbours(tmp_path: Path)
 
 
 async def test_a_new_tenancy_of_the_same_slot_is_told_to_the_server(tmp_path: Path) -> None:
-    async with fleet_of(tmp_path) as f, serving(f.group("g")) as group:
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(tmp_path) as (f, _):
         a = await f.lease(A)
         for generation in (1, 1, 2, 2, 1):
             lease = Lease(A, "g", a.slot, generation, a.layer_sites)
@@ -207,10 +200,7 @@ async def two_groups(f: Fleet) -> list[AdapterRows]:
 async def test_a_group_that_comes_back_serves_the_same_rows_and_one_that_is_gone_costs_its_own(
     backend: str, tmp_path: Path
 ) -> None:
-    async with (
-        fleet(directory_of(backend, tmp_path), card=CARD, layer_sites=LAYER_SITES) as f,
-        serving(f.group("g")) as g,
-    ):
+    async with fleet_of(directory_of(backend, tmp_path)) as f, serving(f.group("g")) as g:
         async with serving(f.group("h")) as h:
             g.echoes = h.echoes = True
             f.know(g, h)
@@ -238,12 +228,7 @@ async def test_a_group_that_comes_back_serves_the_same_rows_and_one_that_is_gone
 
 @every_backend
 async def test_a_link_that_dies_between_submit_and_add_loses_the_step_alone(backend: str, tmp_path: Path) -> None:
-    async with (
-        fleet(directory_of(backend, tmp_path), card=CARD, layer_sites=LAYER_SITES) as f,
-        serving(f.group("g")) as group,
-    ):
-        group.echoes = True
-        f.know(group)
+    async with linked(directory_of(backend, tmp_path)) as (f, group):
         rows = [AdapterRows(0, 2, await f.lease(A))]
         await run(f, rows, 0)
         group.gate.clear()
@@ -263,12 +248,7 @@ async def test_a_link_that_dies_between_submit_and_add_loses_the_step_alone(back
 
 @every_backend
 async def test_a_ticket_is_added_once_and_only_in_its_own_step(backend: str, tmp_path: Path) -> None:
-    async with (
-        fleet(directory_of(backend, tmp_path), card=CARD, layer_sites=LAYER_SITES) as f,
-        serving(f.group("g")) as group,
-    ):
-        group.echoes = True
-        f.know(group)
+    async with linked(directory_of(backend, tmp_path)) as (f, group):
         rows = [AdapterRows(0, 2, await f.lease(A))]
         plan, old = begin(f.lora, rows), make_call(rows, 1, Site.QKV, 1, 3, torch.float32)
         abandoned, untouched = submit(f.lora, plan, old), old.y.clone()
@@ -293,12 +273,7 @@ async def refuses(lora: RemoteLora, ticket: Ticket, y: Tensor) -> None:
 
 @every_backend
 async def test_calls_of_one_site_may_be_under_way_at_once(backend: str, tmp_path: Path) -> None:
-    async with (
-        fleet(directory_of(backend, tmp_path), card=CARD, layer_sites=LAYER_SITES) as f,
-        serving(f.group("g")) as group,
-    ):
-        group.echoes = True
-        f.know(group)
+    async with linked(directory_of(backend, tmp_path)) as (f, _):
         rows = [AdapterRows(0, 20, await f.lease(A))]
         for step in range(3):
             plan = begin(f.lora, rows)
@@ -314,10 +289,7 @@ async def test_calls_of_one_site_may_be_under_way_at_once(backend: str, tmp_path
 
 @every_backend
 async def test_the_wait_of_each_site_is_told_once(backend: str, tmp_path: Path) -> None:
-    async with fleet_of(directory_of(backend, tmp_path)) as f, serving(f.group("g")) as group:
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(directory_of(backend, tmp_path)) as (f, _):
         rows = [AdapterRows(0, 2, await f.lease(A))]
         assert f.lora.take_waits() == {}
         started = time.monotonic()
@@ -333,10 +305,7 @@ async def test_the_wait_of_each_site_is_told_once(backend: str, tmp_path: Path) 
 
 @every_backend
 async def test_a_held_answer_is_exposed_wait_of_its_site(backend: str, tmp_path: Path) -> None:
-    async with fleet_of(directory_of(backend, tmp_path)) as f, serving(f.group("g")) as group:
-        group.echoes = True
-        f.know(group)
-        await f.linked("g")
+    async with linked(directory_of(backend, tmp_path)) as (f, group):
         rows = [AdapterRows(0, 2, await f.lease(A))]
         plan = begin(f.lora, rows)
         for layer, site in ((0, Site.QKV), (1, Site.O), (2, Site.O)):
