@@ -31,14 +31,6 @@ def ready(fleet: dict[str, Any], kind: str) -> list[str]:
     return sorted(member["id"] for member in there)
 
 
-def is_fleet(fleet: dict[str, Any], count: int) -> bool:
-    """Whether there are so many of each, and the first ones."""
-    wanted = [(f"engine-{number}", f"lora-{number}") for number in range(count)]
-    return list(zip(ready(fleet, "engine"), ready(fleet, "lora-server"), strict=False)) == wanted and (
-        len(ready(fleet, "engine")) == len(ready(fleet, "lora-server"))
-    )
-
-
 async def stream(api: Api, model: str) -> int:
     """The tokens that came, over streams one after the other, until cancelled; none of them may break."""
     events = [event async for event in api.stream(model, PROMPT, max_tokens=NUM_TOKENS, temperature=0)]

@@ -1,7 +1,6 @@
 """Tiny random checkpoints of every family as HF directories, and transformers as the oracle of their numbers."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +121,3 @@ def make_tiny_model(name: str, directory: Path, *, dtype: torch.dtype = torch.fl
     model = model.to(dtype).eval()
     model.save_pretrained(directory)
     return TinyModel(name, directory, model.float())
-
-
-@cache
-def tiny_model(name: str, root: Path) -> TinyModel:
-    """One of each a test run: `root` is a session's temporary directory."""
-    return make_tiny_model(name, root / name)

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilora.coordinator.provision.pools import MAX_UNITS, Demand, deal, in_slots, pools, unit_of
-from infinilora.coordinator.provision.popularity import rates_of_heat, shares, zipf
+from infinilora.coordinator.provision.popularity import shares, zipf
 from infinilora.protocol.errors import InvalidRequest
-from infinilora.protocol.ids import Digest
 
 DEMANDS = st.builds(
     lambda rates, seed, residence: Demand(
@@ -86,11 +85,6 @@ def test_a_unit_is_a_common_divisor_where_there_is_one() -> None:
 def test_a_margin_is_rounded_up_and_never_more_than_everything(units: int, margin: float, want: int) -> None:
     found = pools(Demand(np.ones(100), np.full(100, 8), 1.0), 1)
     assert found.with_margin(units, margin) == want
-
-
-def test_heat_is_a_popularity_whatever_the_order_of_its_dict() -> None:
-    heat = {Digest("sha256:b"): 2.0, Digest("sha256:a"): 1.0}
-    assert rates_of_heat(heat).tolist() == rates_of_heat(dict(sorted(heat.items()))).tolist() == [1.0, 2.0]
 
 
 def test_zipf_is_the_law() -> None:

@@ -1,12 +1,9 @@
-"""How requests spread over adapters: a law, weights that someone knows, or measured heat."""
-
-from collections.abc import Mapping
+"""How requests spread over adapters: a law, or weights that someone knows."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infinilora.protocol.errors import InvalidRequest
-from infinilora.protocol.ids import Digest
 
 Floats = NDArray[np.float64]
 
@@ -30,8 +27,3 @@ def shares(weights: Floats) -> Floats:
     if not 0 < total < np.inf:
         raise InvalidRequest(f"found a sum of {total}; wanted more than 0, and finite", param="weights")
     return weights / total
-
-
-def rates_of_heat(heat: Mapping[Digest, float]) -> Floats:
-    """Measured requests per second of each digest, in the order of the digests' names: no order of a dict decides."""
-    return np.array([heat[digest] for digest in sorted(heat)], dtype=np.float64)

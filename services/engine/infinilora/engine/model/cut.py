@@ -53,10 +53,6 @@ class Cut:
         one = spec.num_kv_heads * self.shard // self.num_shards
         return range(one, one + 1)
 
-    def kv_copies(self, spec: ModelSpec) -> int:
-        """How many shards have each KV head."""
-        return max(self.num_shards // spec.num_kv_heads, 1)
-
     def experts(self, moe: MoeSpec) -> range:
         return self.part(moe.num_experts)
 
