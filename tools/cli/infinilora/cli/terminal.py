@@ -47,7 +47,7 @@ def errors() -> Iterator[None]:
 def bars() -> Progress:
     """Progress bars that vanish when done; on a pipe nothing is drawn."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=err, transient=True)
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 def in_bytes(count: float) -> str:
