@@ -6,14 +6,15 @@ Shapes are SmolLM2-135M's, at decode and at prefill.
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from harness import report
 from roof import RoofMeter, best_s
 from torch.nn import functional
 
@@ -130,15 +131,14 @@ def main() -> None:
     torch_s = best_s(lambda _: functional.linear(rows, weight), 1, arguments.seconds)
     print(f"\ntorch's linear, 512x{HIDDEN}x{2 * FFN}: {torch_s * 1e6:.0f} us")
     value = math.exp(statistics.fmean(math.log(r) for r in ratios.values()))
-    conditions = {
+    conditions: dict[str, Any] = {
         "threads": threads,
         "level": LEVELS[library.il_level()],
         "gb_per_s": round(roof.bytes_per_s / 1e9, 1),
         "gflop_per_s": round(roof.flops_per_s / 1e9),
         "ratios": {name: round(ratio, 2) for name, ratio in ratios.items()},
     }
-    result = {"name": "cpu-ops", "value": round(value, 3), "target": TARGET, "met": value >= TARGET}
-    print(json.dumps({**result, "conditions": conditions}))
+    report("bench-cpu-ops", value, TARGET, **conditions)
 
 
 if __name__ == "__main__":

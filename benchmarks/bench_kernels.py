@@ -14,11 +14,12 @@ weights also widened), or A and Bt gathered for each row.
 import argparse
 import ctypes
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from harness import report
 from lora_points import Buffers, Calls, Memory, Point, num_flops, row_bytes, torch_ways, weight_bytes
 from roof import Roof, RoofMeter, best_s
 
@@ -72,7 +73,7 @@ def main() -> None:
         bandwidths.append(beside.bytes_per_s)
         if gain is not None:
             gains[point.name] = gain
-    report(ratios, gains, threads=threads, level=LEVELS[library.il_level()], roof=roof, bandwidths=bandwidths)
+    tell(ratios, gains, threads=threads, level=LEVELS[library.il_level()], roof=roof, bandwidths=bandwidths)
 
 
 def measure(
@@ -92,7 +93,7 @@ def measure(
     return ratio, gain, roof
 
 
-def report(
+def tell(
     ratios: dict[str, float],
     gains: dict[str, float],
     *,
@@ -103,7 +104,7 @@ def report(
 ) -> None:
     worst = min(ratios, key=lambda name: ratios[name])
     slowest = min(gains, key=lambda name: gains[name], default=None)
-    conditions = {
+    conditions: dict[str, Any] = {
         "threads": threads,
         "level": level,
         "gb_per_s": [round(limit(bandwidths) / 1e9, 1) for limit in (min, max)],
@@ -122,8 +123,7 @@ def report(
             "at_least_target": sum(g >= TORCH_TARGET for g in gains.values()),
         }
     met = ratios[worst] >= FLOOR_TARGET and (slowest is None or gains[slowest] >= TORCH_TARGET)
-    result = {"name": "kernels", "value": conditions["median"], "target": FLOOR_TARGET, "met": met}
-    print(json.dumps({**result, "conditions": conditions}))
+    report("bench-kernels", conditions["median"], FLOOR_TARGET, met=met, **conditions)
 
 
 if __name__ == "__main__":

@@ -95,10 +95,13 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    """With family and model: virtual machines give generations of a processor one name."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().partition("\n\n")[0].splitlines() if path.exists() else []
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in known:
+        return platform.processor()
+    return f"{known['model name']}, family {known.get('cpu family', '?')}, model {known.get('model', '?')}"
 
 
 def median(values: list[float]) -> float:
