@@ -137,6 +137,10 @@ def test_the_picture_shows_the_curve_and_both_marks(rate: str, tmp_path: Path) -
     [
         ({"adapters": "0"}, "--adapters: found 0; wanted 1 or more"),
         ({"adapters": "2000000"}, "--adapters: found 2000000; wanted 1000000 at most"),
+        (
+            {"adapters": "1000000", "zipf": "0", "rate": "1e5"},
+            "--adapters: found 1000000, of which up to 457200 are in use at once; wanted 1e+10 at most",
+        ),
         ({"zipf": "-1"}, "--zipf: found -1.0; wanted a number, 0 or more"),
         ({"zipf": "nan"}, "--zipf: found nan; wanted a number, 0 or more"),
         ({"rate": None}, "--rate: found 0; wanted a number above 0, 1e+12 at most"),

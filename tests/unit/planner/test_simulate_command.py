@@ -63,6 +63,11 @@ def test_a_search_finds_the_largest_rate_within_the_slo() -> None:
     assert not beyond["outcome"]["is_within_slo"]
 
 
+def test_a_search_ends_where_no_rate_is_served_within_the_slo() -> None:
+    (served,) = read(*SMALL, "--set", "slo.ttft_s=1e-9", "--search")
+    assert (served["rate"], served["outcome"]) == (0.0, None)
+
+
 @pytest.mark.parametrize("limit", [0.3, 8.0, 777.0])
 def test_the_search_brackets_the_limit(limit: float) -> None:
     found = serviceable(lambda rate: rate <= limit, 8.0)
@@ -164,6 +169,8 @@ def test_published_adapters_have_the_published_sizes() -> None:
         (["--set", "fleet.engines"], "found 'fleet.engines'; wanted PLACE=VALUE"),
         (["--set", "costs.name=1"], "costs has no parts"),
         (["--set", "fleet.engines=0"], "fleet.engines: found 0; wanted a number from 1 to 1000"),
+        (["--set", "load.zipf=-1"], "load.zipf: found -1; wanted a number from 0 to 1e+06"),
+        (["--set", "load.rate=1e-6"], "load.rate: found 1e-06; wanted 0.004 or more for 2000 requests"),
         (["--set", "load.rate=0"], "load.rate: found 0; wanted a number above 0"),
         (["--set", "slo.ttft_s=0"], "slo.ttft_s: found 0; wanted a number above 0"),
         (["--set", "adapter_bytes=[]"], "adapter_bytes: found []; wanted sizes of 1 byte or more"),

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
+from infinilora.coordinator.provision.admission import reach
 from infinilora.coordinator.provision.fleet import Goal, House, Provision, provision
 from infinilora.planner.constants import Constants, Tier
 from infinilora.planner.workload import MAX_BYTES, MAX_NUMBER, Served, positive
 from infinilora.protocol.errors import InvalidRequest
 
 SECONDS_PER_HOUR = 3600
+MOST_SUMS = 1e10
+"""Adapters x slots that are reckoned through at most: a minute or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(served: Sequence[Served], goal: Goal, means: Means, constants: Constants) -> Plan:
     """InvalidRequest has `param`: the number that is wrong, or the limit that no plan keeps."""
     _check(goal, means)
+    for one in served:
+        _check_size(one)
     bases = tuple(_plan_base(one, goal, means, constants) for one in served)
     rates = [float(one.demand.rates.sum()) for one in served]
     shards = sum(base.shards for base in bases)
@@ -99,6 +105,15 @@ def _plan_base(served: Served, goal: Goal, means: Means, constants: Constants) -
         ttft_s=found.ttft_s,
         tpot_s=found.tpot_s,
     )
+
+
+def _check_size(served: Served) -> None:
+    """What would be reckoned for hours is refused at once."""
+    demand = served.demand
+    adapters, slots = len(demand.rates), reach(demand.offered, np.ones_like(demand.num_bytes))
+    if adapters * slots > MOST_SUMS:
+        told = f"found {adapters}, of which up to {slots} are in use at once"
+        raise InvalidRequest(f"{told}; wanted {MOST_SUMS:g} at most, one times the other", param="adapters")
 
 
 def _check(goal: Goal, means: Means) -> None:

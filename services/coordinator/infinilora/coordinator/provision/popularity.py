@@ -23,7 +23,8 @@ def shares(weights: Floats) -> Floats:
     odd = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if odd.size:
         raise InvalidRequest(f"number {odd[0]}: found {weights[odd[0]]}; wanted 0 or more", param="weights")
-    total = float(weights.sum())
+    with np.errstate(over="ignore"):
+        total = float(weights.sum())
     if not 0 < total < np.inf:
         raise InvalidRequest(f"found a sum of {total}; wanted more than 0, and finite", param="weights")
     return weights / total

@@ -60,6 +60,7 @@ def check_load(load: Load) -> None:
     _within(load.output, 1, MAX_TOKENS, "output")
     for name in ("gap_cv", "prompt_cv", "output_cv"):
         _within(getattr(load, name), 0.0, 10.0, name)
+    _within(load.zipf, 0.0, 1e6, "zipf")
     _within(load.swing, 0.0, 1.0, "swing")
     _within(load.warmup, 0.0, 0.9, "warmup")
     _within(load.drift_s, 0.0, 1e9, "drift_s")

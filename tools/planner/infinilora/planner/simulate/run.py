@@ -28,6 +28,8 @@ LATE_SHARE = 0.05
 PRECISION = 0.05
 """Of the rate that a search finds."""
 MAX_DOUBLINGS = 24
+MOST_BEATS = 1_000_000
+"""Heartbeats of a run: at rates for which it takes more, each request has long been alone."""
 SEARCH_S = 20.0
 """Of virtual time that each rate of a search is kept up at least: a queue that grows slowly is seen."""
 
@@ -132,6 +134,8 @@ def serviceable_rate(
 
     def is_met(rate: float) -> bool:
         num_requests = min(max(load.requests, int(rate * SEARCH_S)), MAX_REQUESTS)
+        if num_requests > rate * MOST_BEATS * fleet.heartbeat_s:
+            return False
         at = replace(load, rate=rate, requests=num_requests)
         found[rate] = simulate_load(fleet, costs, sizes, at, slo, seed=seed, may_leave=True)
         return found[rate].is_within_slo

@@ -11,6 +11,7 @@ from infinilora.planner.simulate.costs import CPU_FILE, Costs, read_costs
 from infinilora.planner.simulate.fleet import Fleet, Mode, Routing, check_fleet
 from infinilora.planner.simulate.load import Load, check_load
 from infinilora.planner.simulate.outcome import Slo
+from infinilora.planner.simulate.run import MOST_BEATS
 from infinilora.planner.workload import MAX_BYTES
 from infinilora.protocol.errors import InvalidRequest
 
@@ -84,6 +85,7 @@ def _check(scenario: Scenario) -> None:
         check_fleet(scenario.fleet)
     with _part("load"):
         check_load(scenario.load)
+    check_span(scenario.fleet, scenario.load)
     sizes, most = scenario.adapter_bytes, MAX_BYTES // scenario.load.adapters
     if not sizes or not all(1 <= size <= most for size in sizes):
         told = f"found {list(sizes)}; wanted sizes of 1 byte or more, {most} at most"
@@ -91,6 +93,14 @@ def _check(scenario: Scenario) -> None:
     for name in ("ttft_s", "tpot_s"):
         if not getattr(scenario.slo, name) > 0:
             raise InvalidRequest(f"found {getattr(scenario.slo, name):g}; wanted a number above 0", param=f"slo.{name}")
+
+
+def check_span(fleet: Fleet, load: Load) -> None:
+    """InvalidRequest for a load so thin that a run would be nothing but heartbeats."""
+    least = load.requests / (MOST_BEATS * fleet.heartbeat_s)
+    if load.rate < least:
+        told = f"found {load.rate:g}; wanted {least:g} or more for {load.requests} requests"
+        raise InvalidRequest(f"{told}: a run has {MOST_BEATS:g} heartbeats at most", param="load.rate")
 
 
 @contextmanager
