@@ -1,6 +1,7 @@
 """The commands against a scripted gateway over real HTTP: what is sent, and how refusals reach a person."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -314,6 +315,13 @@ def test_status_shows_what_answers_and_says_what_does_not(gateway: tuple[str, ty
     code, out, err = run("status", "--url", url, "--coordinator", nowhere, "--json")
     assert (code, json.loads(out)) == (UNREACHABLE, {"fleet": None, "adapters": []})
     assert "--coordinator" in err
+
+
+def test_what_does_not_answer_in_time_may_have_been_done() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with Api(url, read_s=0.1) as api, pytest.raises(Unavailable, match="may still be done"):
+            api.post("/v1/admin/freeze", {})
 
 
 def test_errors_of_the_api_are_leaves_of_the_one_tree(gateway: tuple[str, type[Gateway]], tmp_path: Path) -> None:

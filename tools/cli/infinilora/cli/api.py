@@ -168,6 +168,9 @@ class Api:
         except httpx.ConnectError as error:
             what_to_do = f"start it with `infinilora up`, or give {self._option}"
             raise Unavailable(f"nothing answers at {self.url}; {what_to_do}") from error
+        except httpx.ReadTimeout as error:
+            told = f"{self.url} has taken the request and does not answer; what was asked may still be done"
+            raise Unavailable(told) from error
         except httpx.HTTPError as error:
             raise Unavailable(f"{self.url}: {str(error) or type(error).__name__}") from error
 
