@@ -319,8 +319,7 @@ class Autoscaler:
         found = await self._store.get(keys.ASLEEP, dict[Fingerprint, str])
         others = {base: model for base, model in (found.value if found else {}).items() if base != desired.base}
         after = others | ({desired.base: desired.model} if is_asleep else {})
-        fence = Change(keys.EPOCH, b"%d" % epoch)
-        await self._store.swap([fence, Change(keys.ASLEEP, found.raw if found else None, after)])
+        await self._store.swap([fence(epoch), Change(keys.ASLEEP, found.raw if found else None, after)])
 
     async def _carry_out(self, desired: Desired, epoch: int) -> None:
         """Again and again, should somebody else have set another number; at once when the counts have changed."""
