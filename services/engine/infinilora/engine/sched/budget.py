@@ -40,14 +40,18 @@ class StepCost:
 
     @property
     def row_s(self) -> float:
-        """Seconds that one more row takes; the average of a row where steps of one size alone are known. 0: unknown."""
+        """Seconds that one more row takes. 0: unknown.
+
+        The average of a row where steps of one size alone are known; and where larger ones were faster, which is
+        chance: rows that cost nothing would be taken without end while somebody decodes.
+        """
         if not self.rows:
             return 0.0
-        spread = self.weight * self.rows_rows - self.rows**2
+        average, spread = self.seconds / self.rows, self.weight * self.rows_rows - self.rows**2
         if spread <= 1e-3 * self.rows**2:
-            return self.seconds / self.rows
+            return average
         slope = (self.weight * self.rows_seconds - self.rows * self.seconds) / spread
-        return min(max(slope, 0.0), self.seconds / self.rows)
+        return min(slope, average) if slope > 0.0 else average
 
     def of(self, rows: int) -> float:
         """Seconds that a step of so many rows should take."""
