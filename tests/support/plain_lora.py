@@ -72,6 +72,8 @@ class PlainLora:
         self.lose_late: Counter[Digest] = Counter()
         """How many of a digest's next calls bring no delta, which `verify` tells and `add` does not."""
         self._late: set[Digest] = set()
+        self.narrows = False
+        """What its leases say of its links."""
         self.begun = 0
         self.open_plans = 0
         self.submits = 0
@@ -184,7 +186,8 @@ class PlainLora:
         for (layer, site), geometry in self._sites.items():
             if any(name in self._pairs[digest] for _, name in _modules(geometry)):
                 masks[layer] |= 1 << site
-        return Lease(digest, self._group, self._slots[digest], self._generations[digest], tuple(masks))
+        slot, generation = self._slots[digest], self._generations[digest]
+        return Lease(digest, self._group, slot, generation, tuple(masks), may_narrow=self.narrows)
 
     def _out_shape(self, geometry: SiteGeometry, rows: int, routing: Routing | None) -> tuple[int, ...]:
         if geometry.site is Site.MOE_GATE_UP:

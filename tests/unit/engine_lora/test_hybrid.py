@@ -135,6 +135,27 @@ def test_one_that_fails_here_is_served_there_and_not_tried_again(pair: Pair, whe
     assert (pair.holds(hot), pair.group(hot)) == ((0, 1), "plain")
 
 
+def test_what_is_computed_here_after_narrow_rows_says_so_too(pair: Pair) -> None:
+    """Its keys and values may come of them; before there was such a link nothing did."""
+    hot = pair.digests[0]
+    pair.here.status[hot] = LeaseStatus.RESIDENT
+
+    def narrows() -> bool:
+        lease = pair.lora.view(hot).lease
+        assert lease is not None
+        assert lease.group == GROUP
+        return lease.may_narrow
+
+    pair.lora.want(hot)
+    pair.lora.want(hot)
+    assert not narrows()
+    pair.there.narrows = True
+    other = pair.digests[1]
+    pair.lora.want(other)
+    assert pair.group(other) == "plain"
+    assert narrows()
+
+
 def test_a_step_without_adapters_begins_with_neither(pair: Pair) -> None:
     assert pair.lora.begin([]) is None
     assert (pair.here.begun, pair.there.begun) == (0, 0)

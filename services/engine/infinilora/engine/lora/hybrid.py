@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -102,6 +102,8 @@ class HybridLora:
         self._held: dict[Digest, _Held] = {}
         self._unfit: set[Digest] = set()
         """Not chosen any more: too large for our pool, or broken."""
+        self._has_narrowed = False
+        """Whether rows of any adapter may have been narrowed: the keys and values that are kept may come of them."""
 
     @property
     def hot(self) -> frozenset[Digest]:
@@ -135,11 +137,13 @@ class HybridLora:
             held = self._held.get(digest)
             if held is not None and held.here:
                 view = self._local.view(digest)
-                if view.status is LeaseStatus.RESIDENT:
-                    return view
+                if view.lease is not None and view.status is LeaseStatus.RESIDENT:
+                    return replace(view, lease=replace(view.lease, may_narrow=True)) if self._has_narrowed else view
                 if not held.there:  # it was here, and is lost
                     self._settle(digest, held)
-            return self._remote.view(digest)
+            view = self._remote.view(digest)
+            self._has_narrowed |= view.lease is not None and view.lease.may_narrow
+            return view
 
     def _choose(self, digest: Digest) -> None:
         now = self._clock()
