@@ -50,6 +50,12 @@ def test_steps_of_other_sizes_can_be_left_out() -> None:
         parts_of(BARS, decode_rows=7)
 
 
+def test_a_step_that_lost_all_its_rows_is_no_decode_step() -> None:
+    lost = Bar("step", "0 decode, 0 prefill rows", 3400, 9900)
+    wanted = replace(parts_of(BARS), idle_ms=0.15)
+    assert asdict(parts_of([*BARS, lost])) == pytest.approx(asdict(wanted))
+
+
 def test_shares_are_of_a_step() -> None:
     rows = {name: (ms, share) for name, ms, share in parts_of(BARS).rows()}
     assert rows["exposed wait"] == pytest.approx((0.06, 0.06))

@@ -91,7 +91,7 @@ def parts_of(bars: Sequence[Bar], *, decode_rows: int = 0) -> Parts:
         wanted = f"{decode_rows} rows that decode" if decode_rows else "rows that decode alone"
         raise InvalidRequest(f"found {len(steps)} steps, none of them of {wanted}; wanted at least one")
     sums = {lane: sum(_within(bars, lane, chosen)) for lane in LANES}
-    idle = [max(later.start_us - step.end_us, 0.0) for step, later in pairwise(steps) if step in chosen]
+    idle = [max(later.start_us - step.end_us, 0.0) for step, later in pairwise(steps) if _decodes(step, decode_rows)]
     per_step = 1e-3 / len(chosen)
     step, wait = sums["step"], sums["exposed wait"]
     return Parts(
@@ -107,7 +107,9 @@ def parts_of(bars: Sequence[Bar], *, decode_rows: int = 0) -> Parts:
 
 
 def _decodes(step: Bar, rows: int = 0) -> bool:
-    return step.name.endswith(" 0 prefill rows") and (not rows or step.name.startswith(f"{rows} decode"))
+    """Whether so many rows decode (0: any number) and none is prefill. A step that lost all has none of both."""
+    decoding, _, rest = step.name.partition(" ")
+    return rest == "decode, 0 prefill rows" and decoding != "0" and decoding == str(rows or decoding)
 
 
 def _within(bars: Sequence[Bar], lane: str, steps: Sequence[Bar]) -> Iterable[float]:
