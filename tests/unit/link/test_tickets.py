@@ -136,6 +136,15 @@ def test_a_routed_ticket_carries_the_experts_of_its_own_rows(kind: str, dtype: t
 
 
 @every_kind
+def test_weights_without_their_experts_are_refused_before_they_are_sent(kind: str, tmp_path: Path) -> None:
+    with linked(kind, tmp_path) as (engine, _):
+        ticket = engine.prepare(shape(4, 24, 10, topk=2, flags=Flag.HAS_WEIGHTS))
+        with pytest.raises(InvalidRequest, match="without the experts"):
+            engine.send(ticket, 1, 0, random_rows(4, 24), None, torch.ones(4, 2))
+        assert engine.is_alive
+
+
+@every_kind
 def test_an_abandoned_ticket_is_sent_again_and_its_old_answers_reach_nobody(kind: str, tmp_path: Path) -> None:
     old, new = random_rows(100, 50), random_rows(100, 50, seed=1)
     with linked(kind, tmp_path) as (engine, serving):

@@ -15,8 +15,10 @@ def flat_rows(x: Tensor) -> Tensor:
 
 
 def route(ticket: Ticket, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
-    """Put the ticket's rows of the experts of a call, and of their weights, into it."""
+    """Put the ticket's rows of the experts of a call, and of their weights, into it. Ids may come alone."""
     header, at = ticket.header, slice(ticket.at, ticket.at + ticket.rows)
+    if topk_ids is None and topk_weights is not None:
+        raise InvalidRequest("a site call came with weights of experts, and without the experts")
     flags = (topk_ids is not None) * Flag.HAS_IDS | (topk_weights is not None) * Flag.HAS_WEIGHTS
     ticket.topk_ids = None if topk_ids is None else flat_rows(topk_ids.to(torch.int32))[at]
     ticket.topk_weights = None if topk_weights is None else flat_rows(topk_weights.to(torch.float32))[at]
