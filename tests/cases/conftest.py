@@ -1,7 +1,7 @@
 """One running system a fixture base, shared by all cases on it; at any time only one of them runs."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ import torch
 from infinilora.cli.stack import Urls
 from support.cases import Oracle, make_base
 from support.hangs import Hangs
-from support.procs import TlsWeedServer, WeedServer
+from support.procs import TlsWeedServer, WeedServer, free_port
 from support.s3_proxy import S3Proxy
 from support.stacks import StackFactory
-from support.worlds import SMALL_CACHE_BYTES, SMALL_HOST_BYTES, World
+from support.worlds import SMALL_CACHE_BYTES, SMALL_HOST_BYTES, Answer, World, base_answer
+
+KV_BLOCK_BYTES = 4096
+"""Of 16 tokens of L."""
 
 ENV: dict[str, dict[str, str]] = {
     "L": {"INFINILORA_MODEL_ALIASES": "base-v1=tiny,elsewhere=another-base"},
@@ -33,6 +36,17 @@ ENV: dict[str, dict[str, str]] = {
     "L/fails": {"INFINILORA_LOAD_RETRY_S": "0.3"},
     "L/hang": {"INFINILORA_STEP_LIMIT_S": "4", "INFINILORA_CALL_LIMIT_S": "4"},
     "L/bf16": {},
+    "L/tight": {  # chunks of 16, keys and values of about three sequences of 128
+        "INFINILORA_STEP_TOKENS": "16",
+        "INFINILORA_KV_BYTES": str(24 * KV_BLOCK_BYTES),
+        "INFINILORA_POOL_SLOTS": "2",
+    },
+    "L-long/hybrid": {
+        "INFINILORA_HYBRID_BYTES": str(64 << 10),
+        "INFINILORA_PING_PONG": "on",
+        "INFINILORA_LINK_BACKENDS": "tcp",
+        "INFINILORA_KV_BYTES": str(160 * KV_BLOCK_BYTES),
+    },
 }
 """What a world's services are told beyond the defaults; before the slash is the fixture base."""
 S3_WORLDS = ("L",)
@@ -80,12 +94,34 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             env = env | Hangs(root / "hangs").environment if variant == "hang" else env
             if cut := re.fullmatch(r"in-(\d)", variant):
                 more = {"engine_shards": cut[1]}
+            if variant == "tight":  # without LoRA servers: the one process that listens there is the engine
+                more = {"backend": "local"}
+                env = env | {"INFINILORA_METRICS_LISTEN": f"127.0.0.1:{free_port()}"}
             api = await factory.start(checkpoint, env=env, urls=urls, **more)
             made = World(name, Oracle(checkpoint), api, factory, root, proxy=proxy)
             await made.settle()
             yield made
         finally:
             await factory.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def without_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Awaitable[Answer]]:
+    """What a fixture base says in a system that has no LoRA at all; each is asked once."""
+    known: dict[str, Answer] = {}
+
+    async def ask(base: str) -> Answer:
+        if base not in known:
+            root = tmp_path_factory.mktemp(f"{base}-without")
+            factory = StackFactory(root)
+            try:
+                api = await factory.start(make_base(base, root / "tiny"), backend="none")
+                known[base] = await base_answer(api)
+            finally:
+                await factory.stop()
+        return known[base]
+
+    return ask
 
 
 @pytest_asyncio.fixture(loop_scope="session")

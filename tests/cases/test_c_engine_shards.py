@@ -63,6 +63,16 @@ async def test_c18_what_shards_sum_is_counted_once(world: World) -> None:
     await world.exact(Files(settings, keyed(loras)), world.oracle.merge(loras, 2.0))
 
 
+@on("Q2-odd/in-3")
+async def test_c18_experts_and_columns_that_do_not_divide_by_the_shards(world: World) -> None:
+    """Five experts and a shared one of 41 columns, on three shards with two heads each."""
+    shared = [f"model.layers.{layer}.mlp.shared_expert.{leaf}" for layer in (0, 1) for leaf in GATED]
+    homes = [*modules(*ATTENTION), *shared, *experts(*GATED, numbers=range(5))]
+    loras = world.oracle.loras(homes, rank=3, std=0.3)
+    settings = config(r=3, lora_alpha=6, target_modules=[*ATTENTION, *GATED])
+    await world.exact(Files(settings, keyed(loras)), world.oracle.merge(loras, 2.0))
+
+
 @on("L/in-2")
 async def test_c18_the_bias_of_a_partial_delta_is_added_once(world: World) -> None:
     loras = world.oracle.loras(modules("o_proj", "down_proj"), rank=3, std=0.3)

@@ -1,12 +1,24 @@
-"""Class C: the same numbers again after an eviction, at every rank, at every scale."""
+"""Class C: the same numbers again after an eviction, at every rank, scale and length, of gate and of up."""
 
 import math
 
 import pytest
 import torch
 
-from support.cases import EFFECT_FLOOR, Change, Files, Loras, config, experts, keyed, modules
-from support.worlds import World, each, on
+from support.cases import (
+    EFFECT_FLOOR,
+    PROMPT,
+    Change,
+    Files,
+    Loras,
+    config,
+    experts,
+    keyed,
+    modules,
+    prompt_of,
+    strength,
+)
+from support.worlds import GOOD, World, each, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
 
@@ -52,11 +64,6 @@ async def of_every_rank(world: World, loras: dict[int, Loras], targets: list[str
     return made
 
 
-def strength(rank: int) -> float:
-    """Of A and B, so that every rank has an effect of one size."""
-    return 0.4 / math.sqrt(math.sqrt(rank))
-
-
 @on("L")
 async def test_c06_every_rank_alone_and_together(world: World) -> None:
     loras = {rank: world.oracle.loras(QV, rank=rank, std=strength(rank)) for rank in RANKS}
@@ -99,3 +106,75 @@ async def test_c14_the_scale_is_alpha_over_rank(world: World) -> None:
         await world.exact(Files(settings, keyed(loras)), world.oracle.merge(loras, alpha / rank))
 
     await each(*(at(*pair) for pair in ((16, 8), (8, 8), (1, 64), (128, 4), (0.5, 4), (16.0, 8))))
+
+
+async def gate_is_not_up(world: World, homes: list[str]) -> None:
+    """Of layers whose gate and up are one product: shapes are equal, and hide a half that is taken for the other."""
+    both = world.oracle.loras(homes, std=0.4)
+
+    def only(leaf: str) -> Loras:
+        return {m: (a, b if m.endswith(leaf) else torch.zeros_like(b)) for m, (a, b) in both.items()}
+
+    def partner(module: str) -> str:
+        home, _, leaf = module.rpartition(".")
+        return f"{home}.{'up_proj' if leaf == 'gate_proj' else 'gate_proj'}"
+
+    kinds = {
+        "both": both,
+        "up": only("up_proj"),
+        "gate": only("gate_proj"),
+        "swapped": {m: both[partner(m)] for m in both},
+    }
+    made = {name: world.oracle.merge(loras, 2.0) for name, loras in kinds.items()}
+    differs = (world.oracle.logits(PROMPT, made["both"]) - world.oracle.logits(PROMPT, made["swapped"])).abs().max()
+    assert float(differs) >= EFFECT_FLOOR
+    settings = config(target_modules=["gate_proj", "up_proj"])
+    await each(*(world.exact(Files(settings, keyed(kinds[name])), changes) for name, changes in made.items()))
+
+
+@on("L")
+async def test_c07_gate_is_not_up(world: World) -> None:
+    await gate_is_not_up(world, modules("gate_proj", "up_proj"))
+
+
+@on("Q")
+async def test_c07_an_experts_gate_is_not_its_up(world: World) -> None:
+    await gate_is_not_up(world, experts("gate_proj", "up_proj"))
+
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 400, 512, 1024)
+
+
+@pytest.mark.timeout(240)
+@on("L-long/hybrid")
+async def test_c10_prompts_of_every_length(world: World) -> None:
+    """Of ranks that are computed in the engine and of ranks that are not, where memory holds two of the longest."""
+    made = {f"c10-{rank}": await world.made(f"c10-{rank}", rank, rank=rank, std=strength(rank)) for rank in (8, 64)}
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        assert length < 3 or all(world.oracle.effect(changes, prompt) >= EFFECT_FLOOR for changes in made.values())
+        await each(*(world.serves(name, changes, prompt=prompt, max_tokens=4) for name, changes in made.items()))
+
+
+async def zero_is_the_base(world: World, homes: list[str]) -> None:
+    targets = sorted({module.rpartition(".")[2] for module in homes})
+    loras = world.oracle.loras(homes)
+    fresh = {module: (a, torch.zeros_like(b)) for module, (a, b) in loras.items()}
+    await world.register(Files(config(target_modules=targets), keyed(fresh)), name="c12-fresh")
+    await world.register(Files(config(target_modules=targets, lora_alpha=0), keyed(loras)), name="c12-alpha")
+    base = await world.serves("tiny")
+    for name in ("c12-fresh", "c12-alpha"):
+        scored = await world.serves(name)
+        assert (scored.prompt_logprobs, scored.token_ids) == (base.prompt_logprobs, base.token_ids)
+        assert scored.headers["x-adapter-digest"].startswith("sha256:")
+    await each(*(world.serves(name) for name in ("c12-fresh", "c12-alpha", "tiny")), world.serves(GOOD, world.good))
+
+
+@on("L")
+async def test_c12_an_adapter_of_zeros_is_the_base(world: World) -> None:
+    await zero_is_the_base(world, modules("q_proj", "v_proj", "down_proj"))
+
+
+@on("Q")
+async def test_c12_experts_of_zeros_are_the_bases(world: World) -> None:
+    await zero_is_the_base(world, experts("gate_proj", "up_proj", "down_proj"))

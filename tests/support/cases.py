@@ -5,6 +5,8 @@ weight, each pair is added; transformers then runs the changed model in fp32.
 """
 
 import json
+import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,9 +41,22 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LT": ("Llama", {"tie_word_embeddings": True}),
     "L-kv1": ("Llama", {"num_key_value_heads": 1}),
     "L-bias": ("Llama", {"attention_bias": True}),
+    "L-long": ("Llama", {"max_position_embeddings": 2048}),
     "Q": ("Qwen3Moe", _QWEN_MOE),
     "Q8": ("Qwen3Moe", {**_QWEN_MOE, "num_experts": 8}),
     "Q2": ("Qwen2Moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}),
+    "Q2-odd": (
+        "Qwen2Moe",
+        {
+            **_QWEN_MOE,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "num_experts": 5,
+            "shared_expert_intermediate_size": 41,
+            "decoder_sparse_step": 1,
+        },
+    ),
     "M": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": None}),
 }
 """The fixtures of the cases: (family, what differs from L). Experts see their top 2."""
@@ -124,9 +139,9 @@ class Oracle:
         chosen = logits.gather(1, torch.tensor(produced)[:, None])[:, 0]
         return float((logits.max(-1).values - chosen).max())
 
-    def effect(self, changes: Iterable[Change]) -> float:
+    def effect(self, changes: Iterable[Change], prompt: Sequence[int] = PROMPT) -> float:
         """Largest difference to a logit: a case without an effect proves nothing."""
-        return float((self.logits(PROMPT, changes) - self.logits(PROMPT)).abs().max())
+        return float((self.logits(prompt, changes) - self.logits(prompt)).abs().max())
 
     @torch.no_grad()
     def choices(self, changes: Iterable[Change] = ()) -> list[list[set[int]]]:
@@ -195,6 +210,17 @@ def modules(*leaves: str, layers: Sequence[int] = (0, 1)) -> list[str]:
 def experts(*leaves: str, numbers: Sequence[int] = (0, 1, 2, 3), layers: Sequence[int] = (0, 1)) -> list[str]:
     """Modules of experts, by today's names."""
     return [f"model.layers.{layer}.mlp.experts.{e}.{leaf}" for layer in layers for e in numbers for leaf in leaves]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """So many random tokens, others for each seed."""
+    dice = random.Random(1000 * length + seed)
+    return [dice.randrange(_SHARED["vocab_size"]) for _ in range(length)]
+
+
+def strength(rank: int) -> float:
+    """Of A and B, so that every rank has an effect of one size."""
+    return 0.4 / math.sqrt(math.sqrt(rank))
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class StackFactory:
         self.coordinators: list[Api] = []
 
     async def start(self, model: Path, *, backend: str = "shm", env: dict[str, str] | None = None, **more: Any) -> Api:
-        """Serve `model` under the name `tiny`; backend is shm, tcp or local."""
+        """Serve `model` under the name `tiny`; backend is shm, tcp, or local or none: no LoRA server."""
         extra = {"INFINILORA_ADAPTER_ROOTS": str(self.root), **(env or {})}
         if backend == "tcp":
             extra["INFINILORA_LINK_BACKENDS"] = "tcp"
@@ -33,7 +33,7 @@ class StackFactory:
             model=str(model),
             served_name="tiny",
             port=0,
-            lora="local" if backend == "local" else "remote",
+            lora=backend if backend in ("local", "none") else "remote",
             extra_env=extra,
             **more,
         )

@@ -5,7 +5,7 @@ import io
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx
@@ -57,10 +57,13 @@ class World:
         """Register the good adapter."""
         self.good = await self.made(GOOD, 99)
 
-    async def made(self, name: str, seed: int) -> list[Change]:
-        """Register an adapter of the standard kind, another for each seed; what it changes."""
-        loras = self.oracle.loras(modules("q_proj", "v_proj"), seed=seed)
-        await self.register(Files(config(), keyed(loras)), name=name)
+    async def made(
+        self, name: str, seed: int, *, rank: int = 4, std: float = 0.2, leaves: Sequence[str] = ("q_proj", "v_proj")
+    ) -> list[Change]:
+        """Register an adapter of dense modules, another for each seed; what it changes."""
+        loras = self.oracle.loras(modules(*leaves), rank=rank, seed=seed, std=std)
+        settings = config(r=rank, lora_alpha=2 * rank, target_modules=list(leaves))
+        await self.register(Files(settings, keyed(loras)), name=name)
         return self.oracle.merge(loras, 2.0)
 
     async def until_ready(self, kind: str, count: int) -> None:
@@ -93,13 +96,16 @@ class World:
             client.put_object(bucket, name, io.BytesIO(data), len(data))
         return f"s3://{bucket}/{quote(prefix)}"
 
+    def setting(self, name: str) -> str:
+        """What all services of this system were told."""
+        return self.factory.stack._started().shared[f"INFINILORA_{name}"]
+
     def store(self) -> tuple[Minio, str]:
         """A client of the system's own S3 server, and the bucket."""
-        shared = self.factory.stack._started().shared
-        url = urlsplit(shared["INFINILORA_STORE_URL"])
+        url = urlsplit(self.setting("STORE_URL"))
         options = dict(parse_qsl(url.query))
         endpoint = urlsplit(options["endpoint"])
-        keys = (shared["INFINILORA_S3_ACCESS_KEY"], shared["INFINILORA_S3_SECRET_KEY"])
+        keys = (self.setting("S3_ACCESS_KEY"), self.setting("S3_SECRET_KEY"))
         http = urllib3.PoolManager(ca_certs=options.get("ca"))
         is_tls = endpoint.scheme == "https"
         return Minio(endpoint.netloc, *keys, secure=is_tls, region="us-east-1", http_client=http), url.netloc
@@ -126,17 +132,28 @@ class World:
         await self.serves(entry["name"], changes)
         return entry
 
-    async def serves(self, model: str, changes: Iterable[Change] = ()) -> Scored:
+    async def serves(
+        self,
+        model: str,
+        changes: Iterable[Change] = (),
+        *,
+        prompt: list[int] = PROMPT,
+        max_tokens: int = NUM_TOKENS,
+    ) -> Scored:
         """What this model answers equals the oracle with these changes."""
         changes = list(changes)
-        scored = await self.api.score(model, PROMPT, max_tokens=NUM_TOKENS)
-        wanted = self.oracle.logprobs(PROMPT, changes)
-        worst = max(abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted, strict=True))
-        assert worst <= LOGPROB_BOUND, f"{model}: logprobs differ by {worst}"
-        assert len(scored.token_ids) == NUM_TOKENS
-        shortfall = self.oracle.shortfall(PROMPT, scored.token_ids, changes)
-        assert shortfall <= TEACHER_FORCED_BOUND, f"{model}: a served token falls {shortfall} short"
+        scored = await self.api.score(model, prompt, max_tokens=max_tokens)
+        wanted = self.oracle.logprobs(prompt, changes)
+        worst = max((abs(a - b) for a, b in zip(scored.prompt_logprobs, wanted, strict=True)), default=0.0)
+        assert worst <= LOGPROB_BOUND, f"{model}: logprobs of {len(prompt)} tokens differ by {worst}"
+        assert len(scored.token_ids) == max_tokens
+        self.assert_right(model, prompt, scored.token_ids, changes)
         return scored
+
+    def assert_right(self, model: str, prompt: list[int], tokens: list[int], changes: Iterable[Change] = ()) -> None:
+        """Each token that was served after the prompt is the oracle's best, or next to it."""
+        shortfall = self.oracle.shortfall(prompt, tokens, changes)
+        assert shortfall <= TEACHER_FORCED_BOUND, f"{model}: a served token falls {shortfall} short"
 
     async def refused(self, source: Files | Path, *says: str, status: Sequence[int] = range(400, 500)) -> str:
         """The adapter is refused in words that hold all of `says`, and nothing of it is listed or served."""
@@ -162,6 +179,21 @@ class World:
         """The same processes live, and the base and the good adapter answer as they should."""
         await asyncio.gather(self.serves("tiny"), self.serves(GOOD, self.good))
         assert self.factory.stack.pids() == before
+
+
+class Answer(NamedTuple):
+    """Tokens, and the logprobs of the prompt's and of these."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+async def base_answer(api: Api) -> Answer:
+    """The base's, to 48 tokens."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "echo": True, "logprobs": 1}
+    answer = await api.http.post("/v1/completions", json=body | {"ignore_eos": True, "return_token_ids": True})
+    choice = answer.raise_for_status().json()["choices"][0]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"][1:])
 
 
 def error_of(answer: httpx.Response, status: Sequence[int]) -> dict[str, Any]:
