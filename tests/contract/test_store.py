@@ -224,17 +224,6 @@ async def test_a_trim_takes_a_batch_at_a_time(store: Store, key: str) -> None:
     assert await store.counter(floor) == 2 * len(names)
 
 
-@pytest.mark.integration
-async def test_a_set_is_read_in_parts_and_whole(redis_server: ValkeyServer, key: str) -> None:
-    async with RedisStore(redis_server.url) as store:
-        wanted = {f"t/n{number}" for number in range(3 * READ_BATCH)}
-        await store._redis.sadd(key, *wanted)
-        parts = [part async for part in store.members(key)]
-        assert {member for part in parts for member in part} == wanted
-        assert len(parts) > 1
-        assert [part async for part in store.members(f"{key}:none")] == [[]]
-
-
 async def test_of_many_writers_each_round_exactly_one_wins(store: Store, key: str) -> None:
     await store.put(key, Record("n", 0))
     wins = 0

@@ -29,7 +29,7 @@ class CountingStore(MemoryStore):
         return super()._read(key)
 
 
-def record(name: str, revision: int = 1, *, deleted_at: str = "") -> AdapterRecord:
+def record(name: str, revision: int = 1) -> AdapterRecord:
     return AdapterRecord(
         tenant="t",
         name=name,
@@ -37,15 +37,14 @@ def record(name: str, revision: int = 1, *, deleted_at: str = "") -> AdapterReco
         revision=revision,
         current=DIGEST,
         versions=(),
-        deleted_at=deleted_at,
     )
 
 
-async def write(store: MemoryStore, name: str, revision: int = 1, *, deleted_at: str = "") -> None:
-    """As another gateway would."""
+async def write(store: MemoryStore, name: str, revision: int | None = 1) -> None:
+    """As another gateway would; None deletes it."""
     key, found = keys.adapter("t", name), await store.get(keys.adapter("t", name), AdapterRecord)
     stamp = Stamp(keys.REGISTRY_JOURNAL, keys.adapter_entry("t", name), keys.REGISTRY_REVISION)
-    value = record(name, revision, deleted_at=deleted_at)
+    value = record(name, revision) if revision else None
     assert await store.swap([Change(key, found.raw if found else None, value)], also=[stamp])
 
 
@@ -80,12 +79,12 @@ async def test_everything_is_read_at_first_and_only_changes_from_then_on() -> No
     assert registry.page("other", "", 10) == []
 
 
-async def test_a_tombstone_is_no_adapter_and_a_name_may_come_back() -> None:
+async def test_what_is_deleted_is_no_adapter_and_a_name_may_come_back() -> None:
     store = MemoryStore()
     registry = Registry(store, MemoryBus())
     await write(store, "a")
     await registry.refresh()
-    await write(store, "a", revision=2, deleted_at="2026-01-01T00:00:00+00:00")
+    await write(store, "a", revision=None)
     await registry.refresh()
     assert (registry.get("t", "a"), names(registry), len(registry)) == (None, [], 0)
     await write(store, "a", revision=3)

@@ -76,7 +76,7 @@ def test_vectors_come_after_all_bt_at_multiples_of_64() -> None:
 
 def test_records_written_before_the_new_fields_are_read() -> None:
     old = msgspec.json.decode(OLD_RECORD, type=AdapterRecord)
-    assert (old.deleted_at, old.last_version, old.aliases) == ("", 0, ())
+    assert (old.last_version, old.aliases) == (0, ())
     assert (old.versions[0].version, old.versions[0].warnings, old.versions[0].narrowed) == (3, (), "")
 
 

@@ -296,13 +296,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     fallback: str = "none"
     """`none`: fail closed. `base`: this adapter's owner accepts base output when it cannot be served."""
-    deleted_at: str = ""
-    """Set: a tombstone of an older gateway. Nothing resolves to it; `keys.last_versions` takes its place."""
     last_version: int = 0
-    """The highest version ever given under this name, deleted ones too, so that `name@vN` means one digest for ever.
-
-    0: the highest of `versions` (a record older than this field).
-    """
+    """The highest version ever given under this name, deleted ones too, so that `name@vN` means one digest for ever."""
     aliases: tuple[str, ...] = ()
     """Names of the `AliasRecord`s that point here; written in one script with them."""
 

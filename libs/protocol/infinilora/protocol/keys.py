@@ -18,9 +18,6 @@ REGISTRY_FLOOR = "infinilora:registry:floor"
 """The highest number of a grave that was taken out of the journal: whoever has not read so far reads all anew. Writer:
 the adapter API."""
 
-REGISTRY_INDEX = "infinilora:registry:index"
-"""Set of `tenant/name`: every adapter of a registry older than the journal. Written by nobody any more."""
-
 REGISTRY_REVISION = "infinilora:registry:revision"
 """Counter, raised by each change of the registry; mirrors compare it. Writer: the adapter API."""
 

@@ -6,7 +6,7 @@ They pass the contract suites of the real ones, encode every value as these do, 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from typing import Any, TypeVar
 
@@ -190,11 +190,6 @@ class MemoryStore:
             del self._journals[marks][member]
             self._counters[floor] = number
         return len(marked)
-
-    async def members(self, key: str) -> AsyncIterator[list[str]]:  # noqa: ARG002 - the interface's
-        """Nothing: sets are what registries older than this process hold."""
-        self._check_connected()
-        yield []
 
     async def counter(self, key: str) -> int:
         self._check_connected()

@@ -129,10 +129,6 @@ class Store(Protocol):
         """
         ...
 
-    def members(self, key: str) -> AsyncIterator[list[str]]:
-        """What is in the set at a key, in parts; some may come twice."""
-        ...
-
     async def counter(self, key: str) -> int: ...
     async def add_heat(
         self, half_lives: Mapping[str, float], counts: Mapping[Digest, float], *, age_s: float = 0.0
@@ -241,14 +237,6 @@ class RedisStore:
     async def trim(self, key: str, *, marks: str, floor: str, up_to: int) -> int:
         async with self._deadline():
             return int(await self._trim(keys=[key, marks, floor], args=[up_to, READ_BATCH]))
-
-    async def members(self, key: str) -> AsyncIterator[list[str]]:
-        cursor, is_more = 0, True
-        while is_more:
-            async with self._deadline():
-                cursor, found = await self._redis.sscan(key, cursor, count=READ_BATCH)
-            yield [member.decode() for member in found]
-            is_more = cursor != 0
 
     async def counter(self, key: str) -> int:
         async with self._deadline():

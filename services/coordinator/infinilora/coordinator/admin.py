@@ -201,7 +201,7 @@ class Admin:
         tenant, _, short = name.rpartition("/")
         tenant = check_name(tenant, "tenant") if tenant else DEFAULT_TENANT
         found = await self._store.get(keys.adapter(tenant, check_name(short)), AdapterRecord)
-        if found is None or found.value.deleted_at:
+        if found is None:
             raise AdapterNotFound(f"adapter '{tenant}/{short}' does not exist", param="adapter")
         return found
 

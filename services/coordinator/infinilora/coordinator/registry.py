@@ -127,8 +127,8 @@ class Registry:
 
 
 def _keep(record: AdapterRecord) -> _Kept | None:
-    """None for a tombstone."""
+    """None where the current version is none of those that are kept."""
     sizes = {version.digest: version.num_bytes for version in record.versions}
-    if record.deleted_at or record.current not in sizes:
+    if record.current not in sizes:
         return None
     return _Kept(record.base, record.current, sizes[record.current], record.pinned, tuple(sizes))

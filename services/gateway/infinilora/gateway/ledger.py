@@ -62,9 +62,8 @@ class _Held(NamedTuple):
         return self.number.value if self.number else 0
 
     @property
-    def live(self) -> AdapterRecord | None:
-        """The record, unless it is the tombstone of an older gateway."""
-        return self.adapter.value if self.adapter and not self.adapter.value.deleted_at else None
+    def record(self) -> AdapterRecord | None:
+        return self.adapter.value if self.adapter else None
 
 
 class Ledger:
@@ -90,11 +89,11 @@ class Ledger:
             held = await self._held(tenant, name)
             if held.alias is not None:
                 raise Conflict(f"'{name}' is an alias of '{held.alias.value.target}'; choose another", param="name")
-            if held.live is not None and held.live.current == content.digest:
-                await self._tell("put", held.live)  # no change, but what the store had lost may be there again
-                return Outcome(held.live, is_changed=False)
-            _check_replaceable(held.live, content)
-            record = next_record(held.adapter.value if held.adapter else None, tenant, name, content, after=held.after)
+            if held.record is not None and held.record.current == content.digest:
+                await self._tell("put", held.record)  # no change, but what the store had lost may be there again
+                return Outcome(held.record, is_changed=False)
+            _check_replaceable(held.record, content)
+            record = next_record(held.record, tenant, name, content, after=held.after)
             digest = await self._store.get(keys.digest(content.digest), DigestRecord)
             if digest is not None and digest.value.state == "dying":
                 await asyncio.sleep(DYING_PAUSE_S)
@@ -131,7 +130,7 @@ class Ledger:
             if held.alias is not None:
                 if await self._delete_alias(held.alias):
                     return held.alias.value
-            elif held.adapter is None or held.live is None:
+            elif held.adapter is None:
                 raise AdapterNotFound(f"adapter '{name}' does not exist", param="name")
             elif await self._bury(held.adapter, held.number):
                 return held.adapter.value
@@ -145,19 +144,19 @@ class Ledger:
             here, there = await self._held(tenant, name), await self._held(tenant, ref.name)
             if there.alias is not None:
                 raise Conflict(f"'{ref.name}' is an alias itself; name the adapter", param="target")
-            if there.adapter is None or there.live is None:
+            if there.adapter is None:
                 raise AdapterNotFound(f"adapter '{ref.name}' does not exist", param="target")
-            if here.live is not None:
+            if here.record is not None:
                 raise Conflict(f"'{name}' is the name of an adapter; choose another", param="name")
-            digest = version_of(there.live, ref, param="target").digest
+            digest = version_of(there.adapter.value, ref, param="target").digest
             if here.alias is not None and here.alias.value.target == wanted:
-                return Outcome(there.live, is_changed=False)
+                return Outcome(there.adapter.value, is_changed=False)
             old = here.alias.value.target.partition("@")[0] if here.alias else ref.name
             before = await self._held(tenant, old) if old != ref.name else None
             alias = AliasRecord(
                 tenant=tenant, name=name, target=wanted, revision=here.alias.value.revision + 1 if here.alias else 1
             )
-            record = _with_alias(there.live, name)
+            record = _with_alias(there.adapter.value, name)
             changes = [
                 Change(keys.alias(tenant, name), _raw(here.alias), alias),
                 Change(keys.adapter(tenant, name), _raw(here.adapter)),
@@ -168,8 +167,8 @@ class Ledger:
                 _alias_stamp(alias),
                 _adapter_stamp(record),
             ]
-            if before is not None and before.live is not None:
-                left = _without_alias(before.live, name)
+            if before is not None and before.record is not None:
+                left = _without_alias(before.record, name)
                 changes.append(Change(keys.adapter(tenant, old), _raw(before.adapter), left))
                 also.append(_adapter_stamp(left))
             if await self._write("alias", record, changes, also, name=name, digest=digest):
@@ -184,7 +183,7 @@ class Ledger:
     async def _edit(self, tenant: str, name: str, edit: Callable[[AdapterRecord], AdapterRecord]) -> Outcome:
         for _ in range(MAX_RACES):
             found = await self._store.get(keys.adapter(tenant, name), AdapterRecord)
-            if found is None or found.value.deleted_at:
+            if found is None:
                 alias = await self._store.get(keys.alias(tenant, name), AliasRecord)
                 if alias is not None:
                     raise Conflict(f"'{name}' is an alias of '{alias.value.target}'; name the adapter", param="name")
@@ -271,7 +270,7 @@ class Ledger:
         await self._bus.publish(subjects.ADAPTER_EVENTS, event)
 
     async def _take_up(self) -> None:
-        """Nothing is written, and so nothing deleted, before the names that older gateways left are in the journal."""
+        """Nothing is written before the registry is known: a change is made to that life of it alone."""
         if not self._registry.is_loaded:
             await self._registry.refresh()
 

@@ -63,10 +63,7 @@ class Mirror:
         return held if isinstance(held, AliasRecord) else None
 
     def put(self, record: AdapterRecord) -> None:
-        """Note what a name holds now; a tombstone holds nothing."""
-        if record.deleted_at:
-            self.drop(record.tenant, record.name)
-            return
+        """Note what a name holds now."""
         names = self._tenants.setdefault(record.tenant, _Names())
         self._num_adapters += not isinstance(names.held.get(record.name), bytes)
         names.put(record.name, self._base_mark(record.base) + _deflate(record))

@@ -1,9 +1,9 @@
 """A mirror of the adapter registry, whole and in memory; the gateway resolves names from it alone.
 
-It is read once at the start, after what older gateways left was taken up (adopt.py), and then follows the registry's
-journal: every change has a number, and what came after the mirror's own is read, nothing else. Events only say that it
-is time to look; one that is lost costs a second. While Redis is away the mirror stands still and keeps serving what it
-knows; of a Redis that has lost the registry it knows more, and puts it back (restore.py).
+It is read once at the start, and then follows the registry's journal: every change has a number, and what came after
+the mirror's own is read, nothing else. Events only say that it is time to look; one that is lost costs a second. While
+Redis is away the mirror stands still and keeps serving what it knows; of a Redis that has lost the registry it knows
+more, and puts it back (restore.py).
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection
 from uuid import uuid4
 
-from infinilora.gateway.adopt import adopt, shrink
 from infinilora.gateway.mirror import Entry, Mirror
 from infinilora.gateway.restore import Life, is_lost, next_life, put_back
 from infinilora.protocol import keys, subjects
@@ -129,7 +128,6 @@ class Registry:
         return True
 
     async def _read_all(self, life: Life) -> None:
-        await adopt(self._store)
         while True:
             begun = await self._store.counter(keys.REGISTRY_REVISION)
             fresh = Mirror()
@@ -158,8 +156,6 @@ class Registry:
                 mirror.drop(*name)
             else:
                 mirror.put(value.value)
-        if tombstones := [value for value in found if value is not None and value.value.deleted_at]:
-            await shrink(self._store, tombstones)
 
     async def _read_aliases(self, mirror: Mirror, names: list[tuple[str, str]]) -> None:
         found = await self._store.get_many([keys.alias(*name) for name in names], AliasRecord)

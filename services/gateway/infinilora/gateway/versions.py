@@ -59,7 +59,7 @@ def next_record(old: AdapterRecord | None, tenant: str, name: str, content: Cont
         current=content.digest,
         versions=versions,
         pinned=old.pinned if old else False,
-        fallback=old.fallback if old and not old.deleted_at else "none",
+        fallback=old.fallback if old else "none",
         last_version=number,
         aliases=old.aliases if old else (),
     )
