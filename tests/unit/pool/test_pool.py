@@ -376,6 +376,7 @@ def test_a_load_from_the_host_tier_is_the_same_and_asks_neither_disk_nor_store(h
     pool.release("engine", adapter.digest)
     leased(pool, other.digest)
     pool.release("engine", other.digest)
+    wait_until(lambda: pool._loader.num_loads == 0, "both to be kept, which comes after they are resident")
     shutil.rmtree(house.work / "cache")
     house.blobs.failures_left = 1000
     state = leased(pool, adapter.digest)
