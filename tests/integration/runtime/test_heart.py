@@ -4,12 +4,13 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Death
 from infinilora.runtime.bus import NatsBus
-from infinilora.runtime.members import Heart, Members
+from infinilora.runtime.members import SUCCESSION_BEATS, Heart, Members
 from support.procs import NatsServer
 from support.waiting import eventually
 
@@ -75,6 +76,35 @@ async def test_a_process_that_was_called_dead_beats_on_as_another_life(nats_serv
             await eventually(lambda life=wanted: lives(life), f"it lives as {wanted}")  # type: ignore[misc]
         heart.cancel()
         await asyncio.wait([heart])
+
+
+async def test_of_two_processes_under_one_id_each_says_so_once(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build_other() -> Beat:
+        return msgspec.structs.replace(build(), incarnation="other")
+
+    def said() -> int:
+        return sum("another process has this id" in record.message for record in caplog.records)
+
+    loop = asyncio.get_running_loop()
+    async with NatsBus(nats_server.url) as bus:
+        await bus.wait_connected(5)
+        beats = bus.subscribe(subjects.heartbeats("engine"), Beat)
+        first = loop.create_task(Heart(nats_server.url, build, interval_s=0.05).run())
+        while (await anext(beats)).seq < 2 * SUCCESSION_BEATS:
+            continue
+        await bus.publish(subjects.DEATHS, Death(kind="engine", id="e1", incarnation="life", epoch=1))
+        while (await anext(beats)).incarnation != "life.1":
+            continue
+        assert said() == 0, "its own earlier life is nobody else"
+        second = loop.create_task(Heart(nats_server.url, build_other, interval_s=0.05).run())
+        while (beat := await anext(beats)).incarnation != "other" or beat.seq < 4 * SUCCESSION_BEATS:
+            continue
+        first.cancel()
+        second.cancel()
+        await asyncio.wait([first, second])
+    assert said() == 2
 
 
 async def test_the_mirror_lives_through_the_brokers_death_and_notices_a_process_own(tmp_path: Path) -> None:

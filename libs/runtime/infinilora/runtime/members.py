@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 CHANGES_LIMIT = 1000
 STOP_S = 1.0
+SUCCESSION_BEATS = 8
+"""For so many beats a process may hear from an earlier one of its id, whose last words are on their way."""
 EVERYBODY: tuple[ProcessKind, ...] = ("gateway", "engine", "lora-server", "coordinator")
 
 
@@ -38,6 +40,8 @@ class Heart:
 
     `build` runs on that thread: it must be cheap, must not block and must only read. Its `seq` is stamped here; and the
     name of another life, once the leading coordinator has called this one dead: it was stopped, or cut off.
+
+    Of two processes under one id the later one is believed, and the other is given nothing for ever: each says so once.
     """
 
     def __init__(self, nats_url: str, build: Callable[[], Beat], *, interval_s: float = 0.5) -> None:
@@ -46,6 +50,7 @@ class Heart:
         self._interval_s = interval_s
         self._seq = 0
         self._deaths = 0
+        self._namesakes: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._is_stopped = False
@@ -80,12 +85,15 @@ class Heart:
             bus.on_state(lambda _: self._wake.set())
             told = bus.subscribe(subjects.DEATHS, Death)
             beat: Beat | None = None
+            heard: Subscription[Beat] | None = None
             while not self._is_stopped:
                 self._wake.clear()
                 if beat is not None and any(_is_of(death, beat) for death in told.pop_all()):
                     self._deaths += 1
                     logger.warning("called dead; beats on as another life", extra={"incarnation": beat.incarnation})
                 beat = self._stamp(self._build())
+                heard = heard or bus.subscribe(subjects.heartbeat(beat.kind, beat.id), Beat)
+                self._look_for_namesakes(heard.pop_all(), beat)
                 await bus.publish(subjects.heartbeat(beat.kind, beat.id), beat)
                 try:
                     async with asyncio.timeout(self._interval_s):
@@ -93,10 +101,22 @@ class Heart:
                 except TimeoutError:
                     continue
 
+    def _look_for_namesakes(self, heard: Iterable[Beat], mine: Beat) -> None:
+        found = {_process_of(beat) for beat in heard} - {_process_of(mine)} - self._namesakes
+        if not found or self._seq <= SUCCESSION_BEATS:
+            return
+        self._namesakes |= found
+        logger.error("another process has this id; give each its own", extra={"kind": mine.kind, "id": mine.id})
+
     def _stamp(self, beat: Beat) -> Beat:
         self._seq += 1
         life = f"{beat.incarnation}.{self._deaths}" if self._deaths else beat.incarnation
         return msgspec.structs.replace(beat, seq=self._seq, incarnation=life)
+
+
+def _process_of(beat: Beat) -> str:
+    """The same in each of its lives."""
+    return beat.incarnation.partition(".")[0]
 
 
 def _is_of(death: Death, beat: Beat) -> bool:
