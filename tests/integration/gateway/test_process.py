@@ -15,7 +15,6 @@ import httpx
 import msgspec
 import nats
 import pytest
-import redis.asyncio
 from nats.js.errors import NotFoundError
 from typing_extensions import override
 
@@ -186,51 +185,6 @@ async def test_names_change_hands_on_a_real_redis(tmp_path: Path, s3_server: Wee
         ]
         again = (await patiently(lambda: system.register("a2", seed=2))).json()
         assert (again["version"], again["digest"]) == (2, two["digest"])
-
-
-async def test_a_registry_from_before_the_journal_is_taken_over(tmp_path: Path, s3_server: WeedServer) -> None:
-    """Two gateways start at once on what an older one left: names are listed, resolved, replaced, deleted."""
-    async with running_system(tmp_path, s3_server) as system:
-        await asyncio.to_thread(system.gateway.stop)
-        one, two, red = ("sha256:" + letter * 64 for letter in "abc")
-        async with redis.asyncio.Redis.from_url(system.valkey.url) as client:
-            await write_old(client, "default", "old", [one, two])
-            await write_old(client, "red", "old", [red])
-        other = GatewayProcess(tmp_path / "other", **system.gateway.own)
-        try:
-            await asyncio.gather(asyncio.to_thread(other.start), asyncio.to_thread(system.gateway.start))
-            await system.until("ready")
-            for gateway in (system.gateway, other):
-                http = partial(httpx.get, f"http://127.0.0.1:{gateway.port}/v1/adapters", trust_env=False)
-                for tenant, wanted in (("default", (two, 2)), ("red", (red, 1))):
-                    listed = await patiently(partial(asyncio.to_thread, http, params={"tenant": tenant}))
-                    assert [(a["id"], a["digest"], a["version"]) for a in listed.json()["data"]] == [("old", *wanted)]
-        finally:
-            await asyncio.to_thread(other.stop)
-        for name, digest in (("old", two), ("old@v1", one), ("default/old@v2", two), ("red/old", red)):
-            assert (await system.complete(name)).headers["x-adapter-digest"] == digest
-        replaced = (await patiently(lambda: system.register("old", seed=1, replace=True))).json()
-        assert (replaced["version"], [v["version"] for v in replaced["versions"]]) == (3, [1, 2, 3])
-        assert (await patiently(partial(system.http.delete, "/v1/adapters/old"))).status_code == 200
-        assert [(await system.complete(name)).status_code for name in ("old", "old@v1", "red/old")] == [404, 404, 200]
-        again = (await patiently(lambda: system.register("old", seed=1))).json()
-        assert (again["version"], again["digest"]) == (4, replaced["digest"])
-
-
-async def write_old(client: redis.asyncio.Redis, tenant: str, name: str, digests: list[str]) -> None:
-    """An adapter's registration as gateways wrote it while a set held the names, byte for byte."""
-    versions = [
-        f'{{"version":{number},"digest":"{digest}","created_at":"2026-11-30T03:00:00+00:00","source":"upload",'
-        '"num_bytes":1024,"max_rank":4,"num_tensors":8}'
-        for number, digest in enumerate(digests, start=1)
-    ]
-    record = (
-        f'{{"tenant":"{tenant}","name":"{name}","base":"{CARD.fingerprint}","revision":{len(digests)},'
-        f'"current":"{digests[-1]}","versions":[{",".join(versions)}],"pinned":false,"fallback":"none"}}'
-    )
-    await client.set(f"infinilora:adapter:{tenant}/{name}", record)
-    await client.sadd("infinilora:registry:index", f"{tenant}/{name}")
-    await client.incrby("infinilora:registry:revision", len(digests))
 
 
 async def has_usage(client: nats.NATS) -> bool:
