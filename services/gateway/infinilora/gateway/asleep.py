@@ -18,7 +18,7 @@ POLL_S = 1.0
 
 
 class Asleep:
-    """`models`: their served names, as last read. While the store is away they stay what they were."""
+    """`models`: their served names, as last read. While the store is away, or once it has lost them, they stay."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,4 +36,5 @@ class Asleep:
         except (Unavailable, Internal) as error:
             logger.debug("bases that sleep not read", extra={"reason": error.message})
             return
-        self.models = found.value if found else {}
+        if found is not None:  # gone is lost: the coordinator writes an empty one where nobody sleeps
+            self.models = found.value
