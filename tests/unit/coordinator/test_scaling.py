@@ -327,6 +327,21 @@ async def test_a_base_that_nobody_uses_has_no_engine_and_the_first_request_wakes
         assert await world.asleep() == {}
 
 
+async def test_a_base_that_sleeps_while_the_store_loses_everything_is_woken_all_the_same(tmp_path: Path) -> None:
+    async with a_world(tmp_path, Told(), least=0) as world:
+        await world.store.put(keys.ASLEEP, {BASE: "m"})
+        await world.store.put(keys.desired(BASE), Desired(base=BASE, model="m", epoch=1, engines=0, groups=0))
+        await world.store.put(keys.demand(BASE), DemandHistory(bucket_s=LEAD_S / 6, ended_at=0.0, counts=(0,) * 200))
+        assert await world.counts() == (0, 0)
+        world.store.empty()
+        await world.leadership.step()
+        await world.leadership.step()
+        assert await world.counts() == (0, 0)
+        assert await world.asleep() == {BASE: "m"}
+        world.came(1)
+        assert await world.counts() == (1, 1)
+
+
 async def test_a_coordinator_that_was_started_while_a_base_slept_knows_it(tmp_path: Path) -> None:
     async with a_world(tmp_path, Told(), least=0) as world:
         await world.store.put(keys.ASLEEP, {BASE: "m"})

@@ -165,7 +165,7 @@ class Autoscaler:
         wanted = sorted(self._known())
         found = await self._store.get_many([keys.desired(base) for base in wanted], Desired)
         read = {base: value for base, value in zip(wanted, found, strict=True) if value}
-        self.desired = {base: value.value for base, value in read.items()}
+        self.desired |= {base: value.value for base, value in read.items()}  # what is gone was lost, never taken back
         self._measure()
         return read
 
@@ -208,9 +208,12 @@ class Autoscaler:
         )
 
     async def _adopt(self, base: Fingerprint, there: _There, epoch: int) -> Desired | None:
-        """What is there, or is still to come, when nothing has been decided yet is what should be."""
+        """What is there, or is still to come, when nothing has been decided yet is what should be.
+
+        Where nobody is there: what was decided before the store lost it, or a base that sleeps would sleep for ever.
+        """
         if not there["engines"]:
-            return None
+            return self.desired.get(base)
         desired = Desired(
             base=base,
             model=_model(there["engines"]),
