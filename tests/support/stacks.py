@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from redis.asyncio import Redis
+
 from infinilora.cli import services
 from infinilora.cli.child import Child
 from infinilora.cli.ports import free_ports
@@ -85,6 +87,11 @@ class StackFactory:
         finally:
             await metrics.close()
             await child.stop()
+
+    async def empty_redis(self) -> None:
+        """The Redis server of the latest system has lost everything, and goes on."""
+        async with Redis.from_url(self.stack._started().shared["INFINILORA_REDIS_URL"]) as redis:
+            await redis.flushall()
 
     @property
     def stack(self) -> Stack:

@@ -71,9 +71,8 @@ def test_the_local_system_names_settings_that_the_service_has(lora: str, tmp_pat
         gateway_port=1,
         coordinator_port=2,
         engine_ports=(3,),
-        lora_server_port=4,
+        group_ports=((4, 5),) if lora == "remote" else (),
         lora_shape="2x1",
-        shard_ports=(5,),
         shared=shared,
     )
     programs = services(plan)

@@ -6,7 +6,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from infinilora.cli.follow import Most, follow
+from infinilora.cli.follow import Range, follow
 from infinilora.cli.stack import Stack
 from infinilora.protocol.ids import Fingerprint
 from infinilora.protocol.scale import Desired
@@ -32,7 +32,7 @@ class NotedStack:
     ("engines", "groups", "run", "told"),
     [
         (2, 1, [2, 1], []),
-        (0, 1, [0, 1], []),
+        (0, 0, [0, 0], []),
         (99, 7, [3, 2], ["99 engines and 7 groups are wanted; at most 3 and 2 run on this machine"]),
     ],
 )
@@ -49,8 +49,8 @@ async def test_no_more_is_run_than_this_machine_may(engines: int, groups: int, r
     events: list[str] = []
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         stack = NotedStack(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        most, noted = Most(engines=3, groups=2), lambda _, event: events.append(event)
-        following = asyncio.create_task(follow(cast(Stack, stack), noted, most=most, every_s=0.01))
+        within, noted = Range(engines=(0, 3), groups=(0, 2)), lambda _, event: events.append(event)
+        following = asyncio.create_task(follow(cast(Stack, stack), noted, within=within, every_s=0.01))
         while len(stack.counts) < 6:
             await asyncio.sleep(0.01)
         following.cancel()

@@ -14,7 +14,7 @@ def plan(
     threads: int,
     lora: str = "remote",
     shape: str = "1x1",
-    shard_ports: tuple[int, ...] = (),
+    shard_ports: tuple[int, ...] = (4,),
     engine_ports: tuple[int, ...] = (3,),
     engine_shards: str = "1",
 ) -> Plan:
@@ -28,10 +28,9 @@ def plan(
         gateway_port=1,
         coordinator_port=2,
         engine_ports=engine_ports,
-        lora_server_port=4,
+        group_ports=(shard_ports,) if lora == "remote" else (),
         lora_shape=shape,
         engine_shards=engine_shards,
-        shard_ports=shard_ports,
         shared={},
     )
 
@@ -49,7 +48,9 @@ def test_without_remote_lora_there_is_no_server(lora: str) -> None:
 
 
 def test_a_group_of_several_shards_is_a_program_for_each_told_of_its_head() -> None:
-    shards = [p for p in services(plan(threads=8, shape="2x2", shard_ports=(5, 6, 7))) if "lora_server" in p.argv[-1]]
+    shards = [
+        p for p in services(plan(threads=8, shape="2x2", shard_ports=(4, 5, 6, 7))) if "lora_server" in p.argv[-1]
+    ]
     assert [p.name for p in shards] == ["lora-server", "lora-server.1", "lora-server.2", "lora-server.3"]
     told = [{k: p.env[f"INFINILORA_{k}"] for k in ("SHAPE", "SHARD", "HEAD", "LISTEN", "THREADS")} for p in shards]
     assert [t["SHARD"] for t in told] == ["0", "1", "2", "3"]
@@ -64,21 +65,20 @@ def test_a_server_that_is_one_process_is_told_of_no_shape() -> None:
 
 
 def test_the_shards_of_a_group_stop_together() -> None:
-    names = [p.name for p in services(plan(threads=2, shape="1x2", shard_ports=(5,)))]
-    assert stopping(["nats", *names]) == [
-        ["gateway"],
-        ["lora-server.1", "lora-server"],
-        ["engine"],
-        ["coordinator"],
-        ["nats"],
-    ]
+    names = [p.name for p in services(plan(threads=2, shape="1x2", shard_ports=(4, 5)))]
+    assert stopping(["nats", *names]) == [["gateway"], ["lora-server", "lora-server.1"], ["engine"], ["coordinator"]]
+
+
+def test_what_came_later_stops_no_sooner() -> None:
+    """An engine that was brought back is the last to have started: its streams end at the gateway all the same."""
+    assert stopping(["coordinator", "gateway", "engine"]) == [["gateway"], ["engine"], ["coordinator"]]
 
 
 def test_engines_are_programs_of_their_own_ids_and_ports_and_share_the_threads() -> None:
     engines = [p for p in services(plan(threads=5, engine_ports=(3, 8))) if p.name.startswith("engine")]
     told = [[p.env[f"INFINILORA_{k}"] for k in ("ENGINE_ID", "LISTEN", "THREADS")] for p in engines]
     assert told == [["engine-0", "127.0.0.1:3", "2"], ["engine-1", "127.0.0.1:8", "2"]]
-    assert ["engine.1", "engine"] in stopping(p.name for p in services(plan(threads=5, engine_ports=(3, 8))))
+    assert ["engine", "engine.1"] in stopping(p.name for p in services(plan(threads=5, engine_ports=(3, 8))))
 
 
 @pytest.mark.parametrize("asked", ["1", "2", "auto"])

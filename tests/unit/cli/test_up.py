@@ -15,6 +15,11 @@ from infinilora.cli.__main__ import app
         (["--lora-shape", "0x1"], "wanted 1 to 64"),
         (["--lora-shape", "2"], "wanted ExL"),
         (["--lora", "local", "--lora-shape", "2x2"], "no LoRA server of shape 2x2"),
+        (
+            ["--engines", "2", "--max-engines", "1"],
+            "--min-engines is 2, --engines 2 and --max-engines 1; wanted none smaller",
+        ),
+        (["--min-engines", "2"], "--min-engines is 2, --engines 1 and --max-engines 1; wanted none smaller"),
         (["--shards", "zero"], "wanted a whole number of at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -24,6 +24,7 @@ from infinilora.protocol.control import (
     PlacementChange,
     PlacementHead,
     PlacementPart,
+    ProcessState,
     Stage,
 )
 from infinilora.protocol.ids import Fingerprint, digest_of
@@ -394,6 +395,20 @@ async def test_a_death_that_no_leader_said_is_said_by_the_next_and_once() -> Non
             await world.beat("g2")
             await world.reconciler.round()
         assert deaths.pop_all() == [Death(kind="lora-server", id="g1-0", incarnation="x", epoch=1)]
+
+
+@pytest.mark.parametrize(("state", "missed"), [("ready", 1), ("draining", 0)])
+async def test_a_group_that_went_as_it_was_told_to_is_no_loss(state: ProcessState, missed: int) -> None:
+    """Of a base that is left without groups, what was hot is nowhere on purpose."""
+    async with a_world() as world:
+        await world.register("one", A)
+        await world.warm(A, 3)
+        await world.leadership.step()
+        await world.beat("g1", resident=(A,), state=state)
+        await world.reconciler.round()
+        world.members.bury(Death(kind="lora-server", id="g1-0", incarnation="x", epoch=1))
+        await world.reconciler.round()
+        assert world.reconciler.metrics.missed._value.get() == missed
 
 
 async def test_an_adapter_moves_only_after_its_new_group_has_it() -> None:

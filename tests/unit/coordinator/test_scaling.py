@@ -327,6 +327,29 @@ async def test_a_base_that_nobody_uses_has_no_engine_and_the_first_request_wakes
         assert await world.asleep() == {}
 
 
+async def test_an_engine_that_takes_longer_to_come_than_a_base_may_be_idle_comes(tmp_path: Path) -> None:
+    """Whoever it comes for waits meanwhile, or was told when to come again."""
+
+    async def wait(seconds: float) -> tuple[int, int]:
+        for _ in range(int(seconds / 10)):
+            counts = await world.counts(10)
+        return counts
+
+    async with a_world(tmp_path, Told(), least=0) as world:
+        await world.store.put(keys.ASLEEP, {BASE: "m"})
+        await world.store.put(keys.desired(BASE), Desired(base=BASE, model="m", epoch=1, engines=0, groups=0))
+        world.came(1)
+        assert await world.counts() == (1, 1)
+        assert await wait(2 * IDLE_S) == (1, 1), "no process has said a word yet"
+        await world.engine(0, state="starting")
+        assert await wait(2 * IDLE_S) == (1, 1), "its weights are read"
+        await world.engine(0)
+        assert await wait(IDLE_S - LEAD_S) == (1, 1)
+        await wait(2 * LEAD_S)
+        await world.engine(0, state="draining")
+        assert await wait(10) == (0, 0), "nobody came again"
+
+
 async def test_a_base_that_sleeps_while_the_store_loses_everything_is_woken_all_the_same(tmp_path: Path) -> None:
     async with a_world(tmp_path, Told(), least=0) as world:
         await world.store.put(keys.ASLEEP, {BASE: "m"})

@@ -63,7 +63,7 @@ class Demand:
         """Of the buckets that are over; `in_flight` of the latest of them."""
         self.in_flight: deque[float] = deque(maxlen=AVERAGED)
         self.idle_s = 0.0
-        """For how long nobody has come and nothing has run; 0 in the bucket in which somebody comes."""
+        """For how long nobody has come, nothing has run and somebody could; 0 in the bucket in which somebody comes."""
 
     def remember(self, counts: Sequence[int], in_flight: Sequence[float]) -> None:
         """As if these buckets had been all so far (`in_flight` of the latest); the present one goes on."""
@@ -80,6 +80,10 @@ class Demand:
 
     def arrived(self, count: int) -> None:
         self._count += count
+        self.idle_s = 0.0
+
+    def awaited(self) -> None:
+        """The first engine is still to come. Whoever came for it waits, or was told to come again."""
         self.idle_s = 0.0
 
     def sample(self, in_flight: float) -> None:

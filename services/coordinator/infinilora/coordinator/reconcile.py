@@ -227,10 +227,11 @@ class Reconciler:
     def _look_for_losses(self) -> None:
         """Standbys too, so that a leader's death and a group's at once are not one too many."""
         resident = self._resident("ready", "draining")
+        gone = [m for m in self._members.all() if m.beat.kind == "lora-server" and m.health == "dead"]
         dead = {
             m.beat.group: m.heard_at
-            for m in self._members.all()
-            if m.beat.kind == "lora-server" and m.health == "dead" and m.beat.group not in resident
+            for m in gone
+            if m.beat.group not in resident and m.beat.state != "draining"  # what drained went as it was told to
         }
         over = self._recovery.look(resident, dead, self.heat.asked_for(), self._members.now)
         self.metrics.missed.set(len(self._recovery.missed))

@@ -174,6 +174,8 @@ class Autoscaler:
         before = read.value if read else await self._adopt(base, there, epoch)
         if before is None or before.epoch > epoch:
             return
+        if before.engines and _is_to_come(there["engines"]):
+            self._watched.demand(base).awaited()
         wanted = self._wanted(base)
         counts: dict[TierName, int] = {}
         why: dict[TierName, str] = {}
@@ -351,6 +353,11 @@ def _holding(member: Member) -> Holding:
         is_free = member.beat.state == "draining" and not load.running and not load.waiting
         return "drained" if is_free else "busy"
     return "drained" if is_drained(member) else "busy"
+
+
+def _is_to_come(engines: Mapping[str, Member]) -> bool:
+    """Whether there is no engine yet: those that have come are ready, or drain."""
+    return all(engine.beat.state == "starting" for engine in engines.values())
 
 
 def _model(engines: Mapping[str, Member]) -> str:

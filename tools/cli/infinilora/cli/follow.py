@@ -24,28 +24,43 @@ class _Shown(msgspec.Struct):
     desired: tuple[Desired, ...] = ()
 
 
-class Most(NamedTuple):
-    """What this machine may be made to run: `--max-engines` and `--max-groups`, and never less than it starts with."""
+class Range(NamedTuple):
+    """How many engines and groups this machine may be made to run: the least, and the most."""
 
-    engines: int
-    groups: int
+    engines: tuple[int, int]
+    groups: tuple[int, int]
+
+    def settings(self) -> dict[str, str]:
+        """What the coordinator is told."""
+        (min_engines, max_engines), (min_groups, max_groups) = self
+        limits = {
+            "SCALER": "local",
+            "MIN_ENGINES": min_engines,
+            "MAX_ENGINES": max_engines,
+            "MIN_GROUPS": min_groups,
+            "MAX_GROUPS": max_groups,
+        }
+        return {f"INFINILORA_{name}": str(value) for name, value in limits.items()}
 
 
-async def follow(stack: Stack, on_event: Callable[[str, str], None], *, most: Most, every_s: float = EVERY_S) -> None:
-    """Have the stack run as many engines and groups as there should be, within `most`. Runs for ever."""
+async def follow(
+    stack: Stack, on_event: Callable[[str, str], None], *, within: Range, every_s: float = EVERY_S
+) -> None:
+    """Have the stack run as many engines and groups as there should be, at most the range. Runs for ever."""
+    most_engines, most_groups = within.engines[1], within.groups[1]
     told: Desired | None = None
     while True:
         await asyncio.sleep(every_s)
         desired = await read(stack)
         if desired is None:
             continue
-        if desired != told and (desired.engines > most.engines or desired.groups > most.groups):
+        if desired != told and (desired.engines > most_engines or desired.groups > most_groups):
             wanted = f"{desired.engines} engines and {desired.groups} groups are wanted"
-            on_event("scaling", f"{wanted}; at most {most.engines} and {most.groups} run on this machine")
+            on_event("scaling", f"{wanted}; at most {most_engines} and {most_groups} run on this machine")
         told = desired
         try:
-            await stack.set_engines(min(desired.engines, most.engines))
-            await stack.set_groups(min(desired.groups, most.groups))
+            await stack.set_engines(min(desired.engines, most_engines))
+            await stack.set_groups(min(desired.groups, most_groups))
         except (InfiniLoraError, OSError) as error:  # no port, no process: what runs goes on, and it is tried again
             on_event("scaling", str(error))
 

@@ -6,7 +6,6 @@ What each setting means is said in the `settings.py` of its service.
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from infinilora.cli.settings import child_env
 MODEL_READY_S = 300.0
 """A large model takes its time to be read from a disk, and the gateway is ready once an engine is."""
 READY_S = 60.0
+STOPPING = ("gateway", "lora-server", "engine", "coordinator")
+"""The gateway first, so that streams may finish."""
 OPERATOR = "local"
 """How the audit names whoever may read the directory of a local system."""
 
@@ -38,14 +39,10 @@ class Plan:
     coordinator_port: int
     engine_ports: tuple[int, ...]
     """One for each engine."""
-    lora_server_port: int
-    """Of its head, where it is several processes."""
+    group_ports: tuple[tuple[int, ...], ...]
+    """Of each group of LoRA servers: its shards' ports, the head's first. None without remote LoRA."""
     engine_shards: str = "1"
     lora_shape: str = "1x1"
-    shard_ports: tuple[int, ...] = ()
-    """Of the other shards."""
-    more_groups: tuple[tuple[int, ...], ...] = ()
-    """Of each further group: its shards' ports."""
     admin_key: str = field(default="", repr=False)
     """With which an operator shows himself to the coordinator."""
     shared: Mapping[str, str] = field(repr=False, kw_only=True)
@@ -60,16 +57,19 @@ class Plan:
 
 
 def services(plan: Plan) -> list[Program]:
-    """The programs, in the order in which they start; the last is the first to stop."""
+    """The programs, in the order in which they start."""
     engines = [engine(plan, number) for number in range(len(plan.engine_ports))]
-    shards = [lora_server(plan, shard) for shard in range(1 + len(plan.shard_ports))] if plan.lora == "remote" else []
-    return [coordinator(plan), *engines, *shards, gateway(plan)]
+    groups = [
+        lora_server(plan, shard, group) for group, ports in enumerate(plan.group_ports) for shard in range(len(ports))
+    ]
+    return [coordinator(plan), *engines, *groups, gateway(plan)]
 
 
 def stopping(programs: Iterable[str]) -> list[list[str]]:
-    """The names of programs in the order in which they stop: processes of one service together."""
-    last_first = reversed(list(programs))
-    return [list(names) for _, names in groupby(last_first, lambda name: name.partition(".")[0])]
+    """The names of these programs in the order in which they stop, whenever they started: a service's together."""
+    names = list(programs)
+    together = ([name for name in names if name.partition(".")[0] == service] for service in STOPPING)
+    return [some for some in together if some]
 
 
 def coordinator(plan: Plan) -> Program:
@@ -105,9 +105,8 @@ def engine_name(number: int) -> str:
 
 def lora_server(plan: Plan, shard: int = 0, group: int = 0) -> Program:
     """A shard of a group; the head where that is all there is."""
-    num_shards = 1 + len(plan.shard_ports)
-    ports = plan.more_groups[group - 1] if group else (plan.lora_server_port, *plan.shard_ports)
-    head = f"{HOST}:{ports[0]}"
+    ports = plan.group_ports[group]
+    head, num_shards = f"{HOST}:{ports[0]}", len(ports)
     settings = {
         "GROUP": f"lora-{group}",
         "LISTEN": f"{HOST}:{ports[shard]}",

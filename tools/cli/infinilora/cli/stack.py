@@ -124,9 +124,9 @@ class Stack:
             raise
 
     async def stop(self) -> None:
-        """Stop all: the gateway first, so that streams may finish, the servers last. Harmless when repeated."""
+        """Stop all: the services in their order, the servers last. Harmless when repeated."""
         try:
-            for names in stopping(name for name in self.names() if name not in self._urls):
+            for names in stopping(self.names()):
                 await asyncio.gather(*(self._children[name].stop() for name in names))
             await asyncio.gather(*(child.stop() for child in self._children.values()))
         finally:
@@ -154,22 +154,22 @@ class Stack:
             self._plan = plan = replace(plan, engine_ports=(*plan.engine_ports, *free_ports(1)))
             self._add(engine(plan, number))
         for number in reversed(range(count, len(plan.engine_ports))):
-            self._plan = replace(plan, engine_ports=plan.engine_ports[:count])
+            self._plan = replace(plan, engine_ports=plan.engine_ports[:number])
             await self._remove(engine_name(number))
 
     async def set_groups(self, count: int) -> None:
-        """Have so many groups of LoRA servers, at least one; without LoRA servers there are none to have."""
+        """Have so many groups of LoRA servers, as `set_engines`; without LoRA servers there are none to have."""
         plan = self._started()
         if plan.lora != "remote":
             return
-        num_shards = 1 + len(plan.shard_ports)
-        for group in range(1 + len(plan.more_groups), count):
-            self._plan = plan = replace(plan, more_groups=(*plan.more_groups, tuple(free_ports(num_shards))))
-            for shard in range(num_shards):
+        shards = range(Shape.parse(plan.lora_shape).num_shards)
+        for group in range(len(plan.group_ports), count):
+            self._plan = plan = replace(plan, group_ports=(*plan.group_ports, tuple(free_ports(len(shards)))))
+            for shard in shards:
                 self._add(lora_server(plan, shard, group))
-        for group in reversed(range(max(1, count), 1 + len(plan.more_groups))):
-            self._plan = replace(plan, more_groups=plan.more_groups[: group - 1])
-            await asyncio.gather(*(self._remove(lora_server_name(shard, group)) for shard in range(num_shards)))
+        for group in reversed(range(count, len(plan.group_ports))):
+            self._plan = replace(plan, group_ports=plan.group_ports[:group])
+            await asyncio.gather(*(self._remove(lora_server_name(shard, group)) for shard in shards))
 
     def _add(self, program: Program) -> None:
         child = Child(program, self.home.new_log(program.name), self._on_event)
@@ -213,7 +213,8 @@ class Stack:
 
     def _plan_services(self, gateway_port: int, shape: Shape, shared: dict[str, str]) -> Plan:
         ports = kept_ports(self.home.ports_file, "services", 1 + shape.num_shards + self._num_engines)
-        coordinator, lora_server, *others = ports
+        coordinator, *others = ports
+        engine_ports, head_first = others[: self._num_engines], others[self._num_engines :]
         return Plan(
             model=self.model,
             served_name=self.served_name,
@@ -223,10 +224,9 @@ class Stack:
             var_dir=self.home.directory,
             gateway_port=gateway_port,
             coordinator_port=coordinator,
-            engine_ports=tuple(others[: self._num_engines]),
-            lora_server_port=lora_server,
+            engine_ports=tuple(engine_ports),
+            group_ports=(tuple(head_first),) if self._lora == "remote" else (),
             lora_shape=str(shape),
-            shard_ports=tuple(others[self._num_engines :]),
             engine_shards=self._engine_shards,
             admin_key=self.home.secrets().admin_key,
             shared={**shared, **self._extra_env},

@@ -12,12 +12,13 @@ import typer
 
 from infinilora.cli import demo
 from infinilora.cli.api import Api
-from infinilora.cli.follow import Most, follow
+from infinilora.cli.follow import Range, follow
 from infinilora.cli.model_commands import ready_model
 from infinilora.cli.options import Model, VarDir
 from infinilora.cli.stack import Stack, Urls, check_layout
 from infinilora.cli.terminal import err, errors, out
 from infinilora.cli.welcome import speech_of, welcome
+from infinilora.protocol.errors import InvalidRequest
 
 Served = Annotated[str, typer.Option("--served-name", help="What clients call the base model.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the HTTP API; 0: any that is free.")]
@@ -29,12 +30,22 @@ LoraShape = Annotated[
     ),
 ]
 Engines = Annotated[int, typer.Option("--engines", min=1, help="Engines of the base model; they share the threads.")]
+MinEngines = Annotated[
+    int | None,
+    typer.Option(
+        "--min-engines",
+        min=0,
+        help="Engines go when few requests come, down to so many. 0: the next request brings one back.",
+    ),
+]
 MaxEngines = Annotated[
-    int, typer.Option("--max-engines", min=0, help="More engines come with the load, up to so many; 0: they do not.")
+    int | None, typer.Option("--max-engines", min=1, help="More engines come with the load, up to so many.")
+]
+MinGroups = Annotated[
+    int | None, typer.Option("--min-groups", min=0, max=1, help="0: no LoRA server either while nobody comes.")
 ]
 MaxGroups = Annotated[
-    int,
-    typer.Option("--max-groups", min=0, help="More LoRA servers come with the load, up to so many; 0: they do not."),
+    int | None, typer.Option("--max-groups", min=1, help="More LoRA servers come with the load, up to so many.")
 ]
 Shards = Annotated[
     str, typer.Option("--shards", help="Processes of the engine, each with a part of the model, or auto.")
@@ -64,8 +75,10 @@ def up(  # noqa: PLR0913 - each is an option
     lora_shape: LoraShape = "1x1",
     engines: Engines = 1,
     shards: Shards = "1",
-    max_engines: MaxEngines = 0,
-    max_groups: MaxGroups = 0,
+    min_engines: MinEngines = None,
+    max_engines: MaxEngines = None,
+    min_groups: MinGroups = None,
+    max_groups: MaxGroups = None,
     threads: Threads = 0,
     nats: Nats = "",
     redis: Redis = "",
@@ -81,6 +94,7 @@ def up(  # noqa: PLR0913 - each is an option
         err.print(f"{stamp}  {NAMES.get(name, name):13} [{color}]{event}[/{color}]")
 
     with errors():
+        scales = range_of(engines, min_engines, max_engines, min_groups, max_groups)
         check_layout(lora=lora, lora_shape=lora_shape, engine_shards=shards)
         ready_model(model, var_dir)
         stack = Stack(
@@ -94,32 +108,25 @@ def up(  # noqa: PLR0913 - each is an option
             engine_shards=shards,
             threads=threads or None,
             urls=Urls(nats, redis, store),
-            extra_env=scaled(engines, max_engines, max_groups),
+            extra_env=scales.settings() if scales else None,
             on_event=on_event,
         )
-        most = most_of(engines, max_engines, max_groups)
-        asyncio.run(_live(stack, partial(follow, stack, on_event, most=most) if most else None))
+        asyncio.run(_live(stack, partial(follow, stack, on_event, within=scales) if scales else None))
     err.print("stopped")
 
 
-def most_of(engines: int, max_engines: int, max_groups: int) -> Most | None:
-    """How many there may be of each; None where their number stays."""
-    return Most(max(engines, max_engines), max(1, max_groups)) if max_engines or max_groups else None
-
-
-def scaled(engines: int, max_engines: int, max_groups: int) -> dict[str, str]:
-    """What the coordinator is told of how many there may be; nothing where their number stays."""
-    most = most_of(engines, max_engines, max_groups)
-    if most is None:
-        return {}
-    limits = {
-        "SCALER": "local",
-        "MIN_ENGINES": engines,
-        "MAX_ENGINES": most.engines,
-        "MIN_GROUPS": 1,
-        "MAX_GROUPS": most.groups,
-    }
-    return {f"INFINILORA_{name}": str(value) for name, value in limits.items()}
+def range_of(
+    engines: int, min_engines: int | None, max_engines: int | None, min_groups: int | None, max_groups: int | None
+) -> Range | None:
+    """How many there may be of each; None where no limit is given: then their numbers stay. Raises InvalidRequest."""
+    if all(limit is None for limit in (min_engines, max_engines, min_groups, max_groups)):
+        return None
+    least = engines if min_engines is None else min_engines
+    most = engines if max_engines is None else max_engines
+    if not least <= engines <= most:
+        given = f"--min-engines is {least}, --engines {engines} and --max-engines {most}"
+        raise InvalidRequest(f"{given}; wanted none smaller than the one before", param="engines")
+    return Range((least, most), (1 if min_groups is None else min_groups, max_groups or 1))
 
 
 async def _live(stack: Stack, scaling: Scaling | None) -> None:
