@@ -49,9 +49,11 @@ async def test_a_base_that_sleeps_is_there_for_whoever_wakes_it(tmp_path: Path) 
     """To a gateway that has never heard an engine of it, too; who asks is counted, which is what wakes it."""
     async with open_house(tmp_path, engines=0, is_asleep=True, patience_s=0.1) as house:
         reports = house.bus.subscribe(subjects.TRAFFIC, Traffic)
-        assert [model["id"] for model in (await house.http.get("/v1/models")).json()["data"]] == ["tiny"]
+        listed = (await house.http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["state"]) for model in listed] == [("tiny", "pending")]
         for answer in await ask(house, "tiny"):
             assert (answer.status_code, error_of(answer)["code"]) == (503, "unavailable")
+            assert "nobody used it; one is started" in error_of(answer)["message"]
             assert "retry-after" in answer.headers
         async with asyncio.timeout(5):
             while (await anext(reports)).arrivals != {house.card.fingerprint: 4}:

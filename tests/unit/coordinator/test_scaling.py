@@ -331,9 +331,9 @@ async def test_an_engine_that_takes_longer_to_come_than_a_base_may_be_idle_comes
     """Whoever it comes for waits meanwhile, or was told when to come again."""
 
     async def wait(seconds: float) -> tuple[int, int]:
-        for _ in range(int(seconds / 10)):
-            counts = await world.counts(10)
-        return counts
+        for _ in range(int(seconds / 10) - 1):
+            await world.round(10)
+        return await world.counts(10)
 
     async with a_world(tmp_path, Told(), least=0) as world:
         await world.store.put(keys.ASLEEP, {BASE: "m"})

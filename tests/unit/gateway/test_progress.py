@@ -108,22 +108,22 @@ def test_which_failures_are_waited_for(error: InfiniLoraError, before: str, afte
     for found, wanted in ((progress(), before), (progress(token(7)), after)):
         fail(found, error, now=101.0)
         if wanted == "waits":
-            found.check_patience(101.0)
+            found.check_patience(101.0, "none is there")
         else:
             with pytest.raises(type(error)):
-                found.check_patience(101.0)
+                found.check_patience(101.0, "none is there")
 
 
 def test_patience_counts_from_the_start_and_again_from_the_loss_of_an_engine_that_had_begun() -> None:
     waiting, running = progress(), progress(token(7))
     for found in (waiting, running):
         fail(found, Unavailable("away"), now=105.0)
-    waiting.check_patience(109.9)
-    running.check_patience(114.9)
+    waiting.check_patience(109.9, "none is there")
+    running.check_patience(114.9, "none is there")
     with pytest.raises(Unavailable, match="away"):
-        waiting.check_patience(110.0)
+        waiting.check_patience(110.0, "none is there")
     with pytest.raises(Unavailable, match="away"):
-        running.check_patience(115.0)
+        running.check_patience(115.0, "none is there")
 
 
 def test_rounds_over_engines_that_are_full_do_not_begin_patience_anew() -> None:
@@ -132,7 +132,7 @@ def test_rounds_over_engines_that_are_full_do_not_begin_patience_anew() -> None:
         fail(found, Overloaded("full"), now=105.0 + second)
         found.begin_round()
     with pytest.raises(Overloaded):
-        found.check_patience(115.0)
+        found.check_patience(115.0, "none is there")
 
 
 def test_pauses_double_to_a_bound_and_begin_anew_with_a_new_loss() -> None:
@@ -165,4 +165,4 @@ def test_at_its_deadline_a_sequence_waits_for_nobody() -> None:
     found = progress(token(7), deadline=102.0)
     fail(found, Unavailable("away"), now=101.0)
     with pytest.raises(DeadlineExceeded):
-        found.check_patience(102.0)
+        found.check_patience(102.0, "none is there")

@@ -13,7 +13,7 @@ from infinilora.gateway.mirror import Entry
 from infinilora.gateway.names import AdapterRef, BaseRef, parse_model, parse_target
 from infinilora.gateway.plan import Target
 from infinilora.gateway.registry import Registry
-from infinilora.gateway.states import States
+from infinilora.gateway.states import State, States
 from infinilora.gateway.versions import current_version, version_of
 from infinilora.protocol.adapter import FINGERPRINT_VERSION, AdapterRecord, AliasRecord, BaseCard, VersionRecord
 from infinilora.protocol.errors import (
@@ -33,6 +33,7 @@ class BaseEntry(msgspec.Struct, frozen=True):
 
     name: str
     base: Fingerprint
+    state: State
 
 
 class Found(NamedTuple):
@@ -91,7 +92,7 @@ class Catalog:
     def served_bases(self) -> list[BaseEntry]:
         served = self._fleet.served()
         aliases = {alias: served[name] for alias, name in self._aliases.items() if name in served}
-        return [BaseEntry(name, base) for name, base in sorted((aliases | served).items())]
+        return [BaseEntry(name, base, self._fleet.state(base)) for name, base in sorted((aliases | served).items())]
 
     def _base(self, name: str) -> Fingerprint | None:
         """By a name that an engine serves, else by an alias: what is served under its own name stays what it is."""

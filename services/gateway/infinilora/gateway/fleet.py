@@ -16,7 +16,7 @@ from infinilora.gateway import scores
 from infinilora.gateway.breaker import Breakers
 from infinilora.gateway.prefixes import Chain, PrefixMemory
 from infinilora.gateway.scores import EngineView, Wanted
-from infinilora.gateway.states import States
+from infinilora.gateway.states import State, States
 from infinilora.protocol.control import EngineLoad
 from infinilora.protocol.errors import DeadlineExceeded, InfiniLoraError, Unavailable
 from infinilora.protocol.generate_pb2 import DESCRIPTOR, FilePiece, GenerateEvent, GenerateRequest, HealthRequest
@@ -74,6 +74,19 @@ class Fleet:
         served |= {m.beat.model: m.beat.base for m in self._engines() if m.beat.base and m.beat.model}
         self._known |= served
         return served
+
+    def state(self, base: Fingerprint) -> State:
+        """How a served base fares: `pending` sleeps, and gets an engine when it is asked for."""
+        states = {m.beat.state for m in self._engines() if m.beat.base == base and m.health != "dead"}
+        if states & {"ready", "draining"}:
+            return "ready" if "ready" in states else "draining"
+        return "loading" if states else "pending"
+
+    def why_not(self, base: Fingerprint) -> str:
+        """Why nobody takes a request of a base, for whoever has waited."""
+        if base in self._asleep():
+            return "this base model had no engine, as nobody used it; one is started, which takes a while"
+        return "no engine of this base model is alive"
 
     def known(self) -> dict[str, Fingerprint]:
         """Base models served now or at any time since this process began."""

@@ -43,7 +43,7 @@ def _base(entry: BaseEntry) -> dict[str, Any]:
         "parent": None,
         "root": entry.name,
         "digest": entry.base,
-        "state": "ready",
+        "state": entry.state,
     }
 
 

@@ -131,15 +131,15 @@ class Progress:
             },
         )
 
-    def check_patience(self, now: float) -> None:
-        """No engine is left for now: raise what the client is told, unless waiting may help."""
+    def check_patience(self, now: float, why: str) -> None:
+        """No engine is left for now: raise what the client is told (`why` if none refused), unless waiting helps."""
         if now >= self.job.deadline:
             raise DeadlineExceeded("the request's deadline passed before it finished")
         waits_for = (Unavailable, Overloaded) if self._has_begun else Unavailable
         if self.error is not None and not isinstance(self.error, waits_for):
             raise self.error
         if now >= self._patience_ends:
-            raise self.error or Unavailable("no engine of this base model is alive", retry_after_s=2.0)
+            raise self.error or Unavailable(why, retry_after_s=2.0)
 
     def begin_round(self) -> None:
         """Every engine may be asked again."""

@@ -64,7 +64,7 @@ class Relay:
         while True:
             if engine := self._fleet.pick(job.base, job.digest, progress.failed, chain=chain):
                 return engine
-            progress.check_patience(time.monotonic())
+            progress.check_patience(time.monotonic(), self._fleet.why_not(job.base))
             if not await self._fleet.changed(progress.pause_s):
                 progress.begin_round()
 
