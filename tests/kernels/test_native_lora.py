@@ -17,6 +17,7 @@ from infinilora.kernels.batch import EMBED, MOE_DOWN, MOE_GATE_UP, Part, SiteWei
 from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.protocol.adapter import NUM_SITES, Site
 from support import lora_maths
+from support.instruction_sets import levels_here, limited_to
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QKV_OUTS = (96, 40, 33)
@@ -33,14 +34,11 @@ def _seeded() -> None:
     torch.manual_seed(12)
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Every instruction set that this processor has; a stronger one falls back to the strongest there is."""
-    library = native.load()
-    assert library is not None
-    before = library.il_level()
-    yield library.il_limit_level(["portable", "avx2", "avx512"].index(request.param))
-    library.il_limit_level(before)
+@pytest.fixture(params=levels_here())
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every instruction set that this processor has."""
+    with limited_to(request.param):
+        yield
 
 
 def make_bound(dtype: torch.dtype, *, seed: int = 1) -> dict[int, SiteWeights]:
@@ -70,7 +68,7 @@ def largest_error(found: Tensor, wanted: np.ndarray) -> float:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dense_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+def test_dense_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: None) -> None:
     bound = make_bound(dtype)
     kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM, threads=threads)
     x = torch.randn(NUM_ROWS, IN_DIM + 9, generator=torch.Generator().manual_seed(2))[:, :IN_DIM]
@@ -88,7 +86,7 @@ def test_dense_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: i
 @pytest.mark.parametrize("segments", [((0, 1, 4),), ((0, 2, 4),), ((0, 7, 4),), ((0, 64, 4),), ((0, 300, 4),)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_big_adapter_is_cut_over_threads_and_stays_right(
-    dtype: torch.dtype, segments: lora_maths.Rows, level: int
+    dtype: torch.dtype, segments: lora_maths.Rows, level: None
 ) -> None:
     """Of more columns than a panel of Bt has, and some that fill no tile."""
     rng = torch.Generator().manual_seed(3)
@@ -111,7 +109,7 @@ def with_bias(bound: Mapping[int, SiteWeights], slots: set[int]) -> dict[int, Si
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, level: int, *, accumulate: bool) -> None:
+def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, level: None, *, accumulate: bool) -> None:
     bound = with_bias(make_bound(dtype), {1, 2, 5})
     kernels = make_kernels(bound, Site.QKV, IN_DIM, OUT_DIM)
     x, ground = torch.randn(NUM_ROWS, IN_DIM), torch.randn(NUM_ROWS, OUT_DIM) if accumulate else torch.zeros(1)
@@ -131,7 +129,7 @@ def test_a_bias_is_added_to_the_rows_of_its_own_slot(dtype: torch.dtype, level: 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_a_bias_of_a_part_without_ranks_is_added(rows: int, level: int) -> None:
+def test_a_bias_of_a_part_without_ranks_is_added(rows: int, level: None) -> None:
     bias = torch.randn(70)
     part = Part(torch.empty(0, IN_DIM), torch.empty(0, 70), 1.0, 0, bias)
     kernels = make_kernels({2: (part,)}, Site.O, IN_DIM, 70)
@@ -190,7 +188,7 @@ def test_an_embedding_adds_the_expanded_column_of_each_token(*, is_native: bool)
 
 @pytest.mark.parametrize("edges", [(0, IN_DIM), (0, 1, IN_DIM), (0, 37, 90, IN_DIM)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slices_of_the_inputs_sum_to_the_site(dtype: torch.dtype, edges: tuple[int, ...], level: int) -> None:
+def test_slices_of_the_inputs_sum_to_the_site(dtype: torch.dtype, edges: tuple[int, ...], level: None) -> None:
     bound = with_bias(make_bound(dtype), {2})
     kernels = make_kernels(bound, Site.O, IN_DIM, OUT_DIM)
     x, parts = torch.randn(NUM_ROWS, IN_DIM), []
@@ -246,7 +244,7 @@ def test_a_slice_or_a_token_beyond_the_site_is_refused(*, is_native: bool) -> No
 
 @pytest.mark.parametrize("half", ["a", "bt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_adapters_half_fails_the_comparison(dtype: torch.dtype, half: str, level: int) -> None:
+def test_another_adapters_half_fails_the_comparison(dtype: torch.dtype, half: str, level: None) -> None:
     bound, other = make_bound(dtype), make_bound(dtype, seed=7)
     mixed = tuple(
         Part(theirs.a if half == "a" else ours.a, theirs.bt if half == "bt" else ours.bt, ours.scale, ours.out_offset)
@@ -316,7 +314,7 @@ def moe_case(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_moe_gate_up_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+def test_moe_gate_up_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: None) -> None:
     bound, ids, _ = moe_case((FFN, FFN), HIDDEN, dtype, 4)
     kernels = make_kernels(bound, MOE_GATE_UP, HIDDEN, 2 * FFN, threads=threads)
     x = torch.randn(MOE_ROWS, HIDDEN)
@@ -333,7 +331,7 @@ def test_moe_gate_up_equals_the_maths_and_the_reference(dtype: torch.dtype, thre
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_moe_down_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: int) -> None:
+def test_moe_down_equals_the_maths_and_the_reference(dtype: torch.dtype, threads: int, level: None) -> None:
     bound, ids, weights = moe_case((HIDDEN,), FFN, dtype, 5)
     kernels = make_kernels(bound, MOE_DOWN, FFN, HIDDEN, threads=threads)
     act = torch.randn(MOE_ROWS, TOPK, FFN)
@@ -350,7 +348,7 @@ def test_moe_down_equals_the_maths_and_the_reference(dtype: torch.dtype, threads
 
 @pytest.mark.parametrize("half", ["a", "bt"])
 @pytest.mark.parametrize("site", [MOE_GATE_UP, MOE_DOWN])
-def test_another_adapters_half_of_experts_fails_the_comparison(site: int, half: str, level: int) -> None:
+def test_another_adapters_half_of_experts_fails_the_comparison(site: int, half: str, level: None) -> None:
     outs, in_dim = ((FFN, FFN), HIDDEN) if site == MOE_GATE_UP else ((HIDDEN,), FFN)
     bound, ids, weights = moe_case(outs, in_dim, torch.bfloat16, 6)
     other, *_ = moe_case(outs, in_dim, torch.bfloat16, 7)
@@ -518,12 +516,18 @@ def test_parts_that_do_not_fit_are_refused_at_bind() -> None:
     part = lora_maths.random_part(torch.Generator(), rank=4, in_dim=8, out_dim=6)
     shifted = Part(part.a, part.bt, 1.0, 5)
     strided = Part(torch.zeros(4, 16)[:, :8], part.bt, 1.0, 0)
+    without_inputs, without_outputs = (
+        Part(torch.zeros(1, 0), part.bt[:1], 1.0, 0),
+        Part(part.a[:1], torch.zeros(1, 0), 1.0, 0),
+    )
     for parts, in_dim, out_dim, slot, site in (
         ((), 8, 6, 0, 0),
         ((part,), 9, 6, 0, 0),
         ((part,), 8, 5, 0, 0),
         ((part, shifted), 8, 11, 0, 0),
         ((strided,), 8, 6, 0, 0),
+        ((without_inputs,), 0, 6, 0, 0),
+        ((without_outputs,), 8, 0, 0, 0),
         ((Part(part.a, part.bt.half(), 1.0, 0),), 8, 6, 0, 0),
         ((part,), 8, 6, 2, 0),
         ((part,), 8, 6, 0, MOE_DOWN),

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from infinilora.kernels import cpu_ops, native
 from infinilora.kernels.cpu_ops import PackedWeight, linear, paged_attention, rms_norm, rope_, silu_mul
+from support.instruction_sets import levels_here, limited_to
 
 Array = npt.NDArray[np.float64]
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "torch"], autouse=True)
+@pytest.fixture(params=[*levels_here(), "torch"], autouse=True)
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set that this processor has, and the fallback."""
     torch.manual_seed(11)
@@ -22,13 +23,9 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(native, "load", lambda: None)
         yield request.param
         return
-    library = native.load()
-    assert library is not None
-    before = library.il_level()
-    library.il_limit_level(["portable", "avx2", "avx512"].index(request.param))
-    cpu_ops.set_threads(2)
-    yield request.param
-    library.il_limit_level(before)
+    with limited_to(request.param):
+        cpu_ops.set_threads(2)
+        yield request.param
 
 
 def wide(t: Tensor) -> Array:

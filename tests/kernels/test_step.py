@@ -40,6 +40,7 @@ class Step:
         layer: int = 0,
         site: int = SITE,
         row_start: int = 0,
+        rows: int = ROWS,
         in_cols: int = COLS,
         out_cols: int = COLS,
         inputs: tuple[int, int] = (0, 0),
@@ -48,7 +49,7 @@ class Step:
     ) -> tuple[int, list[float]]:
         """Status, and the first column."""
         x, self.out = torch.ones(ROWS, COLS), torch.full((ROWS, out_cols), -1.0)
-        call = step_id, layer, site, row_start, ROWS, in_cols, out_cols, *inputs, 0 if ids is None else 1, 0
+        call = step_id, layer, site, row_start, rows, in_cols, out_cols, *inputs, 0 if ids is None else 1, 0
         asked = torch.tensor(runs, dtype=torch.int32)
         chosen = None if ids is None else ids.data_ptr()
         tensors = asked.data_ptr(), len(runs) // 2, x.data_ptr(), chosen, None, self.out.data_ptr()
@@ -76,6 +77,13 @@ def test_a_call_of_later_rows_sees_its_own_window_of_the_plan(step: Step) -> Non
 def test_what_does_not_fit_the_plan_is_left_to_python(step: Step, call: dict[str, Any]) -> None:
     step.load((0, 3, 2), ready_layers=9)
     assert step.call(**call)[0] == DECLINED
+
+
+@pytest.mark.parametrize(("row_start", "rows"), [(0, 1 << 31), (0, (1 << 32) - 1), (1, (1 << 31) - 1)])
+def test_rows_beyond_all_numbers_of_rows_are_left_to_python(step: Step, row_start: int, rows: int) -> None:
+    """A call that carries nothing for a row may say any number of them."""
+    step.load((0, 3, 2))
+    assert step.call(row_start=row_start, rows=rows, in_cols=0)[0] == DECLINED
 
 
 def test_a_layer_that_is_not_there_yet_is_left_to_python(step: Step) -> None:

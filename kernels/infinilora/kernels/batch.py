@@ -78,6 +78,8 @@ def check_parts(parts: SiteWeights, *, in_dim: int, out_dim: int) -> None:
     """Raise ValueError unless the parts fit a site of this width, are of one kind and do not overlap."""
     if not parts:
         raise ValueError("a site needs at least one part; leave it unbound instead")
+    if in_dim < 1 or out_dim < 1:
+        raise ValueError(f"a site has inputs and outputs; found {in_dim} -> {out_dim}")
     columns_taken: list[tuple[int, int]] = []
     first = parts[0]
     for part in parts:

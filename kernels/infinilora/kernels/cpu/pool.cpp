@@ -67,7 +67,7 @@ void wait_until(std::atomic<uint32_t>& word, std::atomic<int>& sleepers, int64_t
 struct Pool {
   pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER;  // only ever tried by a job, never waited for
   pthread_t workers[kMaxThreads];
-  int num_workers = 0;
+  std::atomic<int> num_workers{0};  // changed under the caller's lock, read by whoever has work
   std::atomic<bool> stop{false};
   std::atomic<int64_t> spin_ns{100000};  // longer than the Python between two operations of one layer
   int64_t brief_ns = INT64_MIN / 2;      // when the last brief job was over; under the caller's lock
@@ -153,6 +153,7 @@ void start_workers(int count) {
 void forget_workers() {
   pool.num_workers = 0;
   pool.sleeping_workers.store(0);
+  pool.sleeping_caller.store(0);
   pool.caller_lock = PTHREAD_MUTEX_INITIALIZER;
 }
 
@@ -221,7 +222,7 @@ struct Scratch {
 pthread_key_t scratch_key;
 
 void free_scratch(void* value) {
-  free(static_cast<Scratch*>(value)->memory);
+  for (int use = 0; use < kScratchUses; ++use) free(static_cast<Scratch*>(value)[use].memory);
   free(value);
 }
 
@@ -229,26 +230,29 @@ __attribute__((constructor)) void make_key() { pthread_key_create(&scratch_key, 
 
 }  // namespace
 
-void* scratch(size_t bytes) {
-  auto* mine = static_cast<Scratch*>(pthread_getspecific(scratch_key));
-  if (mine == nullptr) {
-    mine = static_cast<Scratch*>(calloc(1, sizeof(Scratch)));
-    pthread_setspecific(scratch_key, mine);
+void* scratch(size_t bytes, ScratchUse use) {
+  auto* all = static_cast<Scratch*>(pthread_getspecific(scratch_key));
+  if (all == nullptr) {
+    all = static_cast<Scratch*>(calloc(kScratchUses, sizeof(Scratch)));
+    if (all == nullptr) abort();
+    pthread_setspecific(scratch_key, all);
   }
-  if (mine->bytes < bytes) {
-    free(mine->memory);
-    mine->bytes = (bytes + bytes / 2 + 4095) / 4096 * 4096;
-    mine->memory = aligned_alloc(64, mine->bytes);
-    if (mine->memory == nullptr) abort();
+  Scratch& mine = all[use];
+  if (mine.bytes < bytes) {
+    free(mine.memory);
+    mine.bytes = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+    mine.memory = aligned_alloc(64, mine.bytes);
+    if (mine.memory == nullptr) abort();
   }
-  return mine->memory;
+  return mine.memory;
 }
 
 }  // namespace il
 
 extern "C" {
 
-// Makes the pool `threads` wide, the caller included. Waits for a running job; not to be called inside one.
+// Makes the pool `threads` wide, the caller included. Waits for a running job; not to be called inside one, nor made
+// wider while another thread computes: attention counts the threads before its job begins.
 int il_set_threads(int threads) {
   using namespace il;
   int workers = threads < 1 ? 0 : (threads > kMaxThreads ? kMaxThreads : threads) - 1;

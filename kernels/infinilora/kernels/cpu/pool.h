@@ -97,7 +97,10 @@ void parallel_shares(int count, const Body& body, bool is_brief = false) {
   parallel_chunks(takers, take_all, is_brief);
 }
 
-// At least `bytes` of memory, aligned to 64, that belong to the calling thread until its next call.
-void* scratch(size_t bytes);
+enum ScratchUse { kOfLaunch = 0, kOfTables = 1 };  // of a kernel; of who calls one
+constexpr int kScratchUses = 2;
+
+// At least `bytes` of memory, aligned to 64, that belong to the calling thread until it asks again for this use.
+void* scratch(size_t bytes, ScratchUse use = kOfLaunch);
 
 }  // namespace il

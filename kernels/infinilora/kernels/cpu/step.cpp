@@ -6,17 +6,17 @@
 // Both orders are sequentially consistent: either the kernel sees the new version, or the waiter sees the kernel.
 #include "step.h"
 
-#include <cstdlib>
 #include <cstring>
 
 #include <sched.h>
+
+#include "pool.h"
 
 namespace il {
 namespace {
 
 constexpr int kSites = 16, kMoeGateUp = 4, kMoeDown = 5, kEmbed = 10;  // batch.py
 constexpr int kMaxSegments = 512;                                      // of one call; more are left to Python
-constexpr int64_t kFewWords = 2048;                                    // of a table that is kept on the stack
 
 // The segments within rows [first, first + rows), counted from `first`. -1 where there are too many.
 int cut(const il_step& step, int first, int rows, il_segment* to) {
@@ -49,27 +49,15 @@ int cut_named(const il_step& step, const int32_t* heads, int stride, int rows, i
   return n;
 }
 
-// A table [rows, columns] of 32-bit words without its first column.
-class Tail {
- public:
-  Tail(const void* table, int64_t rows, int64_t columns) {
-    if (table == nullptr) return;
-    const int64_t kept = columns - 1;
-    words_ = rows * kept <= kFewWords ? few_ : static_cast<uint32_t*>(malloc(size_t(rows * kept) * 4));
-    if (words_ == nullptr) abort();
-    const auto* from = static_cast<const uint32_t*>(table);
-    for (int64_t r = 0; r < rows; ++r) memcpy(words_ + r * kept, from + r * columns + 1, size_t(kept) * 4);
-  }
-  ~Tail() {
-    if (words_ != few_) free(words_);
-  }
-  Tail(const Tail&) = delete;
-  template <class T> const T* as() const { return reinterpret_cast<const T*>(words_); }
-
- private:
-  uint32_t few_[kFewWords];
-  uint32_t* words_ = nullptr;
-};
+// A table [rows, columns] of 32-bit words without its first column, written to `to`; null where there is no table.
+template <class T>
+const T* tail(const T* table, int64_t rows, int64_t columns, T* to) {
+  static_assert(sizeof(T) == 4);
+  if (table == nullptr) return nullptr;
+  const int64_t kept = columns - 1;
+  for (int64_t r = 0; r < rows; ++r) memcpy(to + r * kept, table + r * columns + 1, size_t(kept) * 4);
+  return to;
+}
 
 struct Call {
   int32_t site, rows, in, out, first_input, topk;
@@ -132,9 +120,10 @@ int32_t compute_named(const il_step& step, uint32_t layer, Call c) {
   il_segment segments[kMaxSegments];
   const int n = cut_named(step, c.ids, c.topk, c.rows, segments);
   if (n < 0) return kDeclined;
-  const Tail ids(c.ids, c.rows, c.topk), weights(c.weights, c.rows, c.topk);
-  c.ids = ids.as<int32_t>();
-  c.weights = weights.as<float>();
+  const int64_t words = int64_t(c.rows) * (c.topk - 1);
+  auto* ids = static_cast<int32_t*>(scratch(size_t(words) * 8, kOfTables));
+  c.ids = tail(c.ids, c.rows, c.topk, ids);
+  c.weights = tail(c.weights, c.rows, c.topk, reinterpret_cast<float*>(ids + words));
   --c.topk;
   return launch(step, place, segments, n, c) ? kDeclined : kComputed;
 }
@@ -147,7 +136,7 @@ int32_t il_step_compute(il_step* step, uint64_t step_id, uint32_t layer, uint32_
                         uint32_t topk, uint32_t has_rows, const uint32_t* runs, uint32_t num_runs, const float* x,
                         const int32_t* ids, const float* weights, float* out) {
   if (step->step_id != step_id || site >= uint32_t(il::kSites)) return kDeclined;
-  if (int64_t(layer) >= step->ready_layers || row_start > INT32_MAX - rows) return kDeclined;
+  if (int64_t(layer) >= step->ready_layers || uint64_t(row_start) + rows > INT32_MAX) return kDeclined;
   if (in_end && (in_end > INT32_MAX || in_begin >= in_end || in_end - in_begin != in_cols)) return kDeclined;
   const il::Call call{.site = int32_t(site), .rows = int32_t(rows), .in = int32_t(in_cols), .out = int32_t(out_cols),
                       .first_input = in_end ? int32_t(in_begin) : kWhole, .topk = int32_t(topk), .x = x, .ids = ids,
