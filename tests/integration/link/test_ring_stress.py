@@ -4,7 +4,6 @@ The program is `support/ring_stress.cpp`, compiled here around the very sources 
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 
 from infinilora.kernels import native
 from infinilora.kernels.settings import read_settings
+from support.sanitizer import compile_watched
 
 PROGRAM = Path(__file__).parents[2] / "support" / "ring_stress.cpp"
 RING = Path(__file__).parents[3] / "libs" / "link" / "infinilora" / "link" / "native"
@@ -71,28 +71,8 @@ def test_two_threads_agree_with_one_another_to_the_last_message(stress: Stress) 
 
 def test_thread_sanitizer_sees_no_race_in_the_ring(tmp_path: Path) -> None:
     program = tmp_path / "ring_stress"
-    compiler = _sanitizing_compiler(tmp_path)
-    if compiler is None:
-        pytest.skip("NOT CHECKED FOR RACES: neither g++ nor clang++ is here with ThreadSanitizer; install one of them")
-    command = [compiler, "-fsanitize=thread", "-O1", *FLAGS, *map(str, SOURCES), "-pthread", "-o", str(program)]
-    subprocess.run(command, check=True)
+    compile_watched(list(SOURCES), program, f"-I{RING}")
     assert _counted([str(program), "threads", "20000", "3"])["messages"] >= 20_000
-
-
-def _sanitizing_compiler(folder: Path) -> str | None:
-    """One whose programs run under ThreadSanitizer on this machine."""
-    source, program = folder / "nothing.cpp", folder / "nothing"
-    source.write_text("int main() { return 0; }\n")
-    for name in ("g++", "clang++"):
-        compiler = shutil.which(name)
-        if compiler is None:
-            continue
-        built = subprocess.run(
-            [compiler, "-fsanitize=thread", str(source), "-o", str(program)], capture_output=True, check=False
-        )
-        if built.returncode == 0 and subprocess.run([str(program)], capture_output=True, check=False).returncode == 0:
-            return compiler
-    return None
 
 
 @pytest.mark.soak
