@@ -83,6 +83,9 @@ async def test_overflow_names_the_field_that_was_used(tmp_path: Path) -> None:
         for field in ("max_tokens", "max_completion_tokens"):
             error = error_of(await house.chat(**overflow(field)))
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        many = [{"role": "user", "content": "x"}] * (house.card.max_model_len + 1)
+        answer = await house.http.post("/v1/chat/completions", json={"model": "tiny", "messages": many})
+        assert (error_of(answer)["code"], error_of(answer)["param"]) == ("context_length_exceeded", "messages")
 
 
 async def test_a_base_without_template_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What the gateway makes of a base model's files in the store: broken ones cost that base, never the process."""
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -8,7 +10,7 @@ import pytest
 
 from infinilora.gateway.bases import BaseShelf
 from infinilora.protocol import keys
-from infinilora.protocol.errors import InvalidRequest, Unavailable
+from infinilora.protocol.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from infinilora.runtime.blobs import DirectoryBlobs
 from support.gateway_house import byte_tokenizer, publish_base, text_card
 
@@ -58,3 +60,28 @@ async def test_limits_of_an_engine_that_was_started_anew_are_seen(tmp_path: Path
     with pytest.raises(Unavailable):
         await shelf.refresh(card.fingerprint)
     assert (await shelf.get(card.fingerprint)).card == shorter
+
+
+async def test_a_text_far_too_long_keeps_no_stream_waiting(tmp_path: Path) -> None:
+    blobs, tokenizer = DirectoryBlobs(tmp_path), byte_tokenizer()
+    card = text_card(tokenizer)
+    publish_base(blobs, card, tokenizer)
+    base = await BaseShelf(blobs).get(card.fingerprint)
+    longest_s, is_over = 0.0, asyncio.Event()
+
+    async def look() -> None:
+        nonlocal longest_s
+        last = time.perf_counter()
+        while not is_over.is_set():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            longest_s, last = max(longest_s, now - last), now
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(look())
+        started = time.perf_counter()
+        with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens and leaves no room"):
+            await base.encode("the fox jumps over the lazy dog. " * 12_000, param="prompt")
+        took_s = time.perf_counter() - started
+        is_over.set()
+    assert longest_s < took_s / 3

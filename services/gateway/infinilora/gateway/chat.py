@@ -15,6 +15,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 async def plan_chat(body: ChatBody, *, request_id: str, target: Target, base: Base, limits: Limits) -> Plan:
     """Check the body, render the template and tokenise. Raises InvalidRequest naming the field."""
     _check(body)
+    base.check_fits(len(body.messages), "messages", param="messages")
     messages = [_read_message(message, i) for i, message in enumerate(body.messages)]
     text = base.render(messages)
     # The template writes the special tokens itself; the tokenizer must not add them again.

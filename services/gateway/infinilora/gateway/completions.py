@@ -63,6 +63,8 @@ async def _read_prompts(prompt: Any, base: Base) -> tuple[Prompt, ...]:
     if not all(texts):
         raise InvalidRequest("the prompt is empty; wanted at least one token", param="prompt")
     encoded = [Prompt(tuple(await base.encode(text, param="prompt")), text) for text in texts]
+    for ids in id_lists:
+        base.check_fits(len(ids), param="prompt")  # first: to look at millions of ids takes longer
     return (*encoded, *(Prompt(_check_ids(ids, base.card.vocab_size), None) for ids in id_lists))
 
 
