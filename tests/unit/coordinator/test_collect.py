@@ -233,6 +233,37 @@ async def test_a_running_request_keeps_its_adapter(tmp_path: Path) -> None:
         assert not world.has(A)
 
 
+@pytest.mark.parametrize("kind", ["lora-server", "engine"])
+async def test_who_brings_it_back_for_a_late_request_is_told_again(tmp_path: Path, kind: ProcessKind) -> None:
+    """A request that was admitted before, and lost its engine, has it loaded once more after everybody dropped it."""
+    nothing, again = (
+        (GroupLoad(), GroupLoad(resident=(A,))) if kind == "lora-server" else (EngineLoad(), EngineLoad(resident=(A,)))
+    )
+    async with a_world(tmp_path) as world:
+        await world.register("one", A)
+        await world.ledger.delete("t", "one")
+        await world.beat(kind, "p1", nothing)
+        await world.beat("engine", "e2", EngineLoad(digests=(A,)))
+        await world.rounds()
+        world.clock.now += GRACE_S
+        await world.beat("engine", "e2", EngineLoad())
+        world.blobs.is_away = True  # or it would be gone by now
+        await world.rounds()
+        await world.beat("engine", "e2", EngineLoad(digests=(A,)))
+        await world.beat(kind, "p1", again)
+        await world.rounds()
+        assert [name for name, _ in world.orders].count("p1") == 1, "it is leased"
+        await world.beat("engine", "e2", EngineLoad())
+        await world.rounds()
+        assert [name for name, _ in world.orders].count("p1") == 2
+        world.blobs.is_away = False
+        await world.rounds()
+        assert world.has(A), "it is there by the last beat"
+        await world.beat(kind, "p1", nothing)
+        await world.rounds()
+        assert (world.has(A), await world.condemned()) == (False, [])
+
+
 async def test_nothing_is_taken_for_dropped_that_is_not(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
         await world.register("one", A)

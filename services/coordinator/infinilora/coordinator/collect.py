@@ -88,7 +88,8 @@ class Collector:
         self._clock = clock
         self._since: dict[Digest, float] = {}
         self._stamps: dict[Digest, int] = {}
-        self._told: dict[Digest, set[str]] = {}
+        self._told: dict[Digest, dict[str, int]] = {}
+        """Which life has dropped a digest, and the number of its latest beat by then."""
         self._taken_over: dict[Digest, float] = {}
 
     async def round(self, epoch: int) -> None:
@@ -148,10 +149,10 @@ class Collector:
             await self._take_over(case, epoch)
             return
         there = [m for m in self._members.all() if m.health != "dead" and m.beat.kind in ("lora-server", "engine")]
-        told = self._told.setdefault(case.digest, set())
-        untold = [member for member in there if _life(member) not in told]
+        told = self._told.setdefault(case.digest, {})
+        untold = [member for member in there if self._is_to_be_told(member, case.digest)]
         took = await asyncio.gather(*(self._has_dropped(member, case.digest, epoch) for member in untold))
-        told |= {_life(member) for member, taken in zip(untold, took, strict=True) if taken}
+        told |= {_life(member): member.beat.seq for member, taken in zip(untold, took, strict=True) if taken}
         is_held = any(case.digest in _held(member) for member in there)
         may_arrive = case.digest in self._taken_over
         if is_held or may_arrive or not all(took) or self._leadership.holding != epoch:
@@ -174,6 +175,13 @@ class Collector:
         if await self._store.swap(changes, also=[Unstamp(keys.CONDEMNED, case.digest)]):
             logger.info("adapter deleted", extra={"adapter_id": case.digest})
 
+    def _is_to_be_told(self, member: Member, digest: Digest) -> bool:
+        """Also of whoever has it still, or again: a request that lost its engine may have asked for it since."""
+        told_at = self._told[digest].get(_life(member))
+        if told_at is None:
+            return True
+        return member.beat.seq > told_at and digest in _held(member) and not self._is_leased(digest)
+
     async def _has_dropped(self, member: Member, digest: Digest, epoch: int) -> bool:
         return await self._orders.give(member, Forget(digest=digest), epoch) == TAKEN
 
@@ -191,7 +199,9 @@ def _life(member: Member) -> str:
 
 def _held(member: Member) -> tuple[Digest, ...]:
     match member.beat.load:
-        case GroupLoad(resident=held) | EngineLoad(digests=held):
+        case GroupLoad(resident=held):
             return held
+        case EngineLoad(digests=leased, resident=held):
+            return leased + held
         case None:
             return ()
