@@ -300,11 +300,17 @@ async def test_what_was_stored_for_an_answer_that_was_lost_is_noted_for_deletion
         assert [f"sha256:{path.stem}" for path in (tmp_path / "store" / "adapters").iterdir()] == condemned
 
 
-async def test_a_file_that_was_cut_in_the_store_is_whole_again_once_it_is_registered_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["packed", "reference"])
+@pytest.mark.parametrize("how", ["cut", "altered"])
+async def test_what_is_damaged_in_the_store_is_whole_again_once_it_is_registered_anew(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    """Nobody has tried to load it: no process says that it failed."""
     async with open_house(tmp_path) as house:
         made = await create(house, "a", 1)
-        stored = tmp_path / "store" / keys.packed(Digest(made["digest"]))
-        stored.write_bytes(stored.read_bytes()[:-40])
+        stored = tmp_path / "store" / getattr(keys, name)(Digest(made["digest"]))
+        whole = stored.read_bytes()
+        stored.write_bytes(whole[:-40] if how == "cut" else whole[:-40] + whole[-40:].swapcase()[::-1])
         assert (await post(house, "a/verify")).json()["ok"] is False
         assert (await create(house, "a", 1))["changed"] is False
         assert (await post(house, "a/verify")).json()["ok"] is True

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 32
 """Adapters that may wait to be read; each holds its upload meanwhile."""
 
+COMPARED_BYTES = 8 << 20
+
 Place = Callable[[Path], Path]
 """Puts an adapter's files below an empty directory, or finds them elsewhere; gives the directory they are in.
 Blocking."""
@@ -104,8 +106,7 @@ class Adapters:
             )
             notes = check_declared(packed.declared_base, base, self._catalog.known_bases(), self._policy)
             await self._ledger.watch(packed.digest)  # whoever is interrupted or refused from here on leaves nothing
-            # What could not be loaded may be damaged where it lies, at its right length: it is written anew.
-            await self._keep(packed, path, anew=self._catalog.states().of(packed.digest) == "failed")
+            await self._keep(packed, path, compares=True)
             await self._ledger.watch(packed.digest)  # and anew: writing may take longer than a watch lasts
             outcome = await self._ledger.point(wish.tenant, wish.name, _content(wish, base, packed, notes))
             # What was in the store already may have been collected just before the name pointed to it; not after.
@@ -121,15 +122,33 @@ class Adapters:
         async with self._turn():
             return await asyncio.to_thread(verify_packed, self._blobs, digest)
 
-    async def _keep(self, packed: IngestReport, path: Path, *, anew: bool = False) -> None:
-        """Have the packed file in the store, and in its whole length; what it is tested with later, first."""
-        await asyncio.to_thread(self._put, keys.reference(packed.digest), reference_file(path), anew=anew)
-        await asyncio.to_thread(self._put, keys.packed(packed.digest), path, anew=anew)
+    async def _keep(self, packed: IngestReport, path: Path, *, compares: bool = False) -> None:
+        """Have the packed file in the store, and in its whole length; what it is tested with later, first.
 
-    def _put(self, name: str, path: Path, *, anew: bool) -> None:
+        `compares`: what is there already may be damaged at its right length, whether or not anybody has noticed.
+        """
+        for name, file in ((keys.reference(packed.digest), reference_file(path)), (keys.packed(packed.digest), path)):
+            await asyncio.to_thread(self._put, name, file, compares=compares)
+
+    def _put(self, name: str, path: Path, *, compares: bool) -> None:
         blob = self._blobs.stat(name)
-        if anew or blob is None or blob.size != path.stat().st_size:
+        is_whole = blob is not None and blob.size == path.stat().st_size
+        if not is_whole or (compares and not self._is_equal(name, path)):
             self._blobs.put_file(name, path, if_absent=blob is None)
+
+    def _is_equal(self, name: str, path: Path) -> bool:
+        """Whether an object of this length holds what the file does."""
+        offset = 0
+        with path.open("rb") as file:
+            while wanted := file.read(COMPARED_BYTES):
+                try:
+                    found = self._blobs.get_range(name, offset, len(wanted))
+                except FileNotFoundError:
+                    return False
+                if found != wanted:
+                    return False
+                offset += len(wanted)
+        return True
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
