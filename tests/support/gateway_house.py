@@ -202,9 +202,9 @@ async def open_house(
     made = functools.partial(ScriptedEngine, card.fingerprint, card.name, card.vocab_size, EOS)
     crew = [made(id=f"engine-{i}", words=whole_words(tokenizer) if tokenizer else ()) for i in range(engines)]
     async with AsyncExitStack() as stack:
+        members = await stack.enter_async_context(Members(bus, interval_s=BEAT_S * 4))
         for engine in crew:
             await stack.enter_async_context(engine.served(TOKEN))
-        members = await stack.enter_async_context(Members(bus, interval_s=BEAT_S * 4))
         channels = await stack.enter_async_context(Channels(token=TOKEN))
         configured = house_settings(root, settings)
         ties = Connections(bus, store, WatchedBlobs(blobs), members, channels, telemetry or Telemetry())

@@ -50,6 +50,28 @@ async def test_no_name_is_unknown_to_a_gateway_that_has_just_begun() -> None:
             catalog.resolve("pirate", "t")
 
 
+async def test_a_base_model_that_was_not_heard_yet_is_neither_unknown_nor_left_out() -> None:
+    has_heard_all = False
+    registry = Registry(MemoryStore(), MemoryBus())
+    await registry.refresh()
+    async with Channels(token="of the test") as channels:
+        fleet = Fleet(lambda: [Member(ENGINE, 0.0)], channels, has_heard_all=lambda: has_heard_all)
+        catalog = Catalog(fleet, registry, {})
+        assert catalog.resolve("small", "t").base == catalog.base_for_adapter("small") == "b"
+        for name in ("large", "base:large"):
+            with pytest.raises(Unavailable):
+                catalog.resolve(name, "t")
+        for base in ("large", None):
+            with pytest.raises(Unavailable):
+                catalog.base_for_adapter(base)
+        has_heard_all = True
+        with pytest.raises(ModelNotFound):
+            catalog.resolve("base:large", "t")
+        with pytest.raises(ModelNotFound):
+            catalog.base_for_adapter("large")
+        assert catalog.base_for_adapter(None) == "b"
+
+
 async def test_an_adapter_proven_against_a_sample_of_its_base_is_to_be_registered_again() -> None:
     members: list[Member] = []
     old = make_card("llama")

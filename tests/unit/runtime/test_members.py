@@ -82,6 +82,21 @@ async def test_readers_hear_the_present_and_then_every_change(bus: MemoryBus, cl
     assert [change async for change in changes] == []
 
 
+async def test_nobody_is_missing_once_all_had_the_time_to_beat(bus: MemoryBus, clock: Clock) -> None:
+    bus.set_connected(False)
+    async with Members(bus, interval_s=TICK_S, clock=clock) as members:
+        clock.now += 10 * TICK_S
+        assert not members.has_heard_all, "there was nothing to hear"
+        bus.set_connected(True)
+        clock.now += TICK_S
+        assert not members.has_heard_all
+        clock.now += TICK_S
+        assert members.has_heard_all
+        bus.set_connected(False)
+        bus.set_connected(True)
+        assert members.has_heard_all, "what was heard is known"
+
+
 async def test_nobody_dies_of_the_buss_absence(bus: MemoryBus, clock: Clock, fleet: Fleet) -> None:
     async with Members(bus, interval_s=TICK_S, clock=clock) as members:
         await fleet.beat("e1", "e2")

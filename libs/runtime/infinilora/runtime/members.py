@@ -22,7 +22,7 @@ from infinilora.protocol import subjects
 from infinilora.protocol.control import Beat, Death, ProcessKind
 from infinilora.protocol.errors import Unavailable
 from infinilora.runtime.bus import Bus, NatsBus
-from infinilora.runtime.membership import Change, Member, Membership, of_kind
+from infinilora.runtime.membership import SUSPECT_BEATS, Change, Member, Membership, of_kind
 from infinilora.runtime.subscription import Subscription
 from infinilora.runtime.tasks import Tasks
 
@@ -142,6 +142,7 @@ class Members:
         self._watchers: list[_Watcher] = []
         self._tasks = Tasks()
         self._epoch = 0
+        self._listens_since: float | None = None
 
     async def __aenter__(self) -> "Members":
         await self._tasks.open()
@@ -159,6 +160,12 @@ class Members:
     def is_frozen(self) -> bool:
         """Our view may be old: do not decide that anybody died."""
         return self._view.is_frozen(self._clock())
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Whoever lived when this mirror began to listen has beaten since; false until then."""
+        since = self._listens_since
+        return since is not None and self._clock() - since >= SUSPECT_BEATS * self._interval_s
 
     @property
     def now(self) -> float:
@@ -216,6 +223,7 @@ class Members:
 
     def _on_bus(self, connected: bool) -> None:  # noqa: FBT001 - the bus's callback
         if connected:
+            self._listens_since = self._clock() if self._listens_since is None else self._listens_since
             self._view.bus_proved(self._clock())
         else:
             self._view.bus_went()

@@ -74,11 +74,11 @@ class Catalog:
         if name is not None:
             base = self._base(name)
             if base is None:
+                self._check_informed()
                 raise ModelNotFound(f"base model '{name[:80]}' is not served", param="base")
             return base
+        self._check_informed()  # the only one so far may not be the only one
         known = {base: model for model, base in (self._fleet.served() or self._fleet.known()).items()}
-        if not known:
-            raise Unavailable("no base model is known yet; is an engine running?", retry_after_s=2.0)
         if len(known) > 1:
             names = ", ".join(sorted(known.values()))
             raise InvalidRequest(f"several base models are served ({names}); name one in 'base'", param="base")
@@ -188,11 +188,11 @@ class Catalog:
             return None
 
     def _check_informed(self) -> None:
-        """A name is only unknown once the registry has been read and an engine been heard."""
+        """A name is only unknown once the registry has been read and every engine been heard."""
         if not self._registry.is_loaded:
             raise Unavailable("the adapter registry has not been read yet", retry_after_s=1.0)
-        if not self._fleet.known():
-            raise Unavailable("no base model is known yet; is an engine running?", retry_after_s=2.0)
+        if not self._fleet.is_informed:
+            raise Unavailable("not every base model is known yet; is an engine running?", retry_after_s=2.0)
 
     # Adapters
 

@@ -44,7 +44,8 @@ class Engine(NamedTuple):
 class Fleet:
     """Engines by heartbeat. `members` gives all members known now; `note_change` is called when they change.
 
-    `asleep`: the bases, with their served names, that get an engine when they are asked for.
+    `asleep`: the bases, with their served names, that get an engine when they are asked for. `has_heard_all`: whether
+    every engine that lives had the time to be among the members.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Fleet:
         channels: Channels,
         *,
         asleep: Callable[[], Mapping[Fingerprint, str]] = dict,
+        has_heard_all: Callable[[], bool] = lambda: True,
     ) -> None:
         self._members = members
+        self._has_heard_all = has_heard_all
         self._channels = channels
         self._asleep = asleep
         self._in_flight: dict[str, int] = {}
@@ -92,6 +95,11 @@ class Fleet:
         """Base models served now or at any time since this process began."""
         self.served()
         return self._known
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether a base model that is not known is not served."""
+        return bool(self.known()) and self._has_heard_all()
 
     def states(self) -> States:
         """How adapters fare now."""

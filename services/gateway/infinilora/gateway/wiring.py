@@ -84,7 +84,12 @@ def build(settings: Settings, ties: Connections) -> Gateway:
     metrics_registry = new_registry()
     metrics = GatewayMetrics(metrics_registry)
     asleep = Asleep(ties.store)
-    fleet = Fleet(ties.members.all, ties.channels, asleep=lambda: asleep.models)
+    fleet = Fleet(
+        ties.members.all,
+        ties.channels,
+        asleep=lambda: asleep.models,
+        has_heard_all=lambda: ties.members.has_heard_all,
+    )
     registry = Registry(ties.store, ties.bus)
     tenants = Tenants(parse_keys(settings.api_keys.get_secret_value()))
     catalog = Catalog(fleet, registry, settings.aliases, is_open=tenants.is_open)
@@ -214,7 +219,7 @@ def _away(bus: Bus, registry: Registry, blobs: WatchedBlobs) -> tuple[str, ...]:
 
 def _readiness(fleet: Fleet, shelf: BaseShelf, registry: Registry, away: tuple[str, ...]) -> Readiness:
     bases = sorted(name for name, fingerprint in fleet.served().items() if shelf.has(fingerprint))
-    is_ready = registry.is_loaded and bool(bases)
+    is_ready = registry.is_loaded and fleet.is_informed and bool(bases)
     status = ("degraded" if away else "ready") if is_ready else "starting"
     return Readiness(
         is_ready,
