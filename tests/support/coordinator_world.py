@@ -81,13 +81,14 @@ class World:
         *,
         total: int = 100,
         resident: tuple[Digest, ...] = (),
+        pinned: tuple[Digest, ...] = (),
         incarnation: str = "x",
         state: ProcessState = "ready",
         rows_per_s: float = 0.0,
         base: Fingerprint = BASE,
     ) -> None:
         self._seq += 1
-        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident, rows_per_s=rows_per_s)
+        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident, pinned=pinned, rows_per_s=rows_per_s)
         beat = Beat(
             kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
             base=base, group=group, load=load,

@@ -311,6 +311,47 @@ async def test_a_pin_is_told_once_to_each_life_of_a_server_and_taken_back() -> N
         assert [command.body for _, command in world.commands[2:]] == [Pin(digest=B, pinned=False)]
 
 
+async def test_what_an_earlier_leader_had_pinned_and_nobody_wants_pinned_any_more_is_let_go() -> None:
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.register("one", A, pinned=True)
+        await world.register("two", B)
+        await world.leadership.step()
+        for _ in range(2):
+            await world.beat("g1", resident=(A, B), pinned=(A, B, C))
+            await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Pin(digest=d, pinned=False) for d in (B, C)]
+
+
+async def test_who_leads_again_remembers_nothing_of_what_it_told_when_it_led_before() -> None:
+    """Another leader has taken all of it back meanwhile, and nobody wants that any more."""
+    async with a_world() as world:
+        await world.obey("g1")
+        await world.obey("g2")
+        await world.register("one", A, pinned=True)
+        await world.leadership.step()
+        await world.store.put(keys.DRAINS, ["g2"])
+        first = [("g1", Stage(digest=A)), ("g1", Pin(digest=A, pinned=True)), ("g2", Drain(draining=True))]
+
+        async def lead() -> list[tuple[str, object]]:
+            world.commands.clear()
+            for _ in range(2):
+                await world.beat("g1")
+                await world.beat("g2")
+                await world.reconciler.round()
+            return [(group, command.body) for group, command in world.commands]
+
+        assert await lead() == first
+        await world.leadership.resign()
+        other = Leadership(world.store, "c2/b", lease_s=30)
+        await other.step()
+        await world.leadership.step()
+        assert await lead() == []
+        await other.resign()
+        await world.leadership.step()
+        assert await lead() == first
+
+
 async def test_what_is_resident_is_not_asked_for_and_what_is_unknown_is_evicted() -> None:
     async with a_world() as world:
         await world.obey("g1")

@@ -59,6 +59,13 @@ async def test_what_is_forgotten_leaves_every_tier(pool: AdapterPool, adapter: P
     assert (await commands.handle(order(1, Forget(digest=adapter.digest)))).error is None
 
 
+async def test_what_it_was_told_to_keep_is_told_on(pool: AdapterPool, adapter: Packed) -> None:
+    commands = Commands(pool)
+    for pinned in (True, False):
+        await commands.handle(order(1, Pin(digest=adapter.digest, pinned=pinned)))
+        assert pool.load().pinned == (adapter.digest,) * pinned
+
+
 async def test_to_forget_what_was_never_here_is_done_at_once(pool: AdapterPool) -> None:
     assert (await Commands(pool).handle(order(1, Forget(digest=digest_of(b"a"))))).error is None
 

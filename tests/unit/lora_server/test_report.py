@@ -12,6 +12,7 @@ from infinilora.lora_server.settings import Settings
 from infinilora.lora_server.shard import Shard
 from infinilora.pool.pool import AdapterPool, PoolConfig
 from infinilora.protocol.control import GroupLoad
+from infinilora.protocol.ids import digest_of
 from infinilora.runtime.blobs import DirectoryBlobs
 from infinilora.runtime.metrics import LoraServerMetrics, new_registry, render
 from infinilora.runtime.service import Service
@@ -66,8 +67,9 @@ async def test_a_groups_speed_is_that_of_its_shards_together(tmp_path: Path, sha
     deaths: list[BaseException] = []
     blobs = DirectoryBlobs(tmp_path / "store")
     pool = AdapterPool(shard.pool_config(), blobs, DefinedKernels(), on_death=deaths.append)
+    pool.pin(digest_of(b"a"), pinned=True)
     said = beat(shard, Service("test"), pool, Commands(pool), address="here:1", rows_per_s=500.0).load
     assert isinstance(said, GroupLoad)
-    assert (said.rows_per_s, said.shape) == (told, shape)
+    assert (said.rows_per_s, said.shape, said.pinned) == (told, shape, (digest_of(b"a"),))
     pool.close()
     assert not deaths

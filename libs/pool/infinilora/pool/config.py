@@ -78,3 +78,4 @@ class PoolLoad:
     resident: tuple[Digest, ...]
     loading: tuple[Digest, ...] = ()
     failed: tuple[LoadFailure, ...] = ()
+    pinned: tuple[Digest, ...] = ()

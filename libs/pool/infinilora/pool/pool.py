@@ -188,6 +188,7 @@ class AdapterPool:
                 resident=self._table.resident(),
                 loading=self._table.loading(),
                 failed=self._failures.told(),
+                pinned=tuple(sorted(self._table.pins)),
             )
 
     def tier_bytes(self) -> dict[str, int]:

@@ -51,6 +51,8 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """Adapters on their way in, or waiting for room."""
     failed: tuple[LoadFailure, ...] = ()
     """What it could not load when it last tried: the latest, at most so many as backoff.py says."""
+    pinned: tuple[Digest, ...] = ()
+    """What it was told to keep, by whoever led; resident or not."""
     shape: str = "1x1"
     """expert_parallel x layer_parallel: the processes that are one group. Only the head beats, once all are there."""
     rows_per_s: float = 0.0

@@ -92,6 +92,10 @@ class Collector:
         """Which life has dropped a digest, and the number of its latest beat by then."""
         self._taken_over: dict[Digest, float] = {}
 
+    def told_nobody(self) -> None:
+        """Others have led since this process told anybody anything."""
+        self._told.clear()
+
     async def round(self, epoch: int) -> None:
         """Take every condemned digest one step on. Raises Unavailable when Redis is away."""
         entries = await self._store.journal(keys.CONDEMNED, 0, MAX_WAITING)

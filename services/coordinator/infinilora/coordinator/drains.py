@@ -39,6 +39,10 @@ class Drains:
         self.by_hand = frozenset(found.value) if found else frozenset()
         self.by_scale = frozenset(name for count in counts if count for name in count.value.draining)
 
+    def told_nobody(self) -> None:
+        """Others have led since this process told anybody anything."""
+        self._told.clear()
+
     async def change(self, name: str, *, draining: bool) -> Change:
         """What notes that an operator wants a group, or an engine, emptied, or does not; for a leader to write."""
         found = await self._store.get(keys.DRAINS, list[str])

@@ -1,18 +1,21 @@
-"""Adapters that their owners want kept resident, told to the servers of the groups that are to hold them."""
+"""Adapters that their owners want kept resident, told to the servers of the groups that are to hold them.
+
+A server keeps what it was told by whoever led, so what it says that it keeps is where a leader begins.
+"""
 
 import asyncio
 from collections.abc import Mapping, Set
 
 from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.placement import Table
-from infinilora.protocol.control import Pin
+from infinilora.protocol.control import GroupLoad, Pin
 from infinilora.protocol.errors import Unavailable
 from infinilora.protocol.ids import Digest
 from infinilora.runtime.membership import Member
 
 
 class Pins:
-    """Remembers what each server's present life was told by this leader; a new leader tells it again."""
+    """One leadership's. Remembers what each server's present life was told, by it and by those before."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -33,7 +36,7 @@ class Pins:
         """Whether it answers."""
         life, outcome = server.beat.incarnation, TAKEN
         told_life, told = self._told.get(group, ("", frozenset[Digest]()))
-        told = told if told_life == life else frozenset()
+        told = told if told_life == life else _kept(server)
         for digest in sorted(wanted ^ told):
             body = Pin(digest=digest, pinned=digest in wanted)
             outcome = await self._orders.give(server, body, epoch)
@@ -43,3 +46,8 @@ class Pins:
                 told ^= {digest}
         self._told[group] = life, told
         return outcome != Unavailable.code
+
+
+def _kept(server: Member) -> frozenset[Digest]:
+    load = server.beat.load
+    return frozenset(load.pinned) if isinstance(load, GroupLoad) else frozenset()

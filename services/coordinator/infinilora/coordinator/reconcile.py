@@ -99,8 +99,10 @@ class Reconciler:
         self._clock = clock
         self._kicked = asyncio.Event()
         self.orders = Orders(bus, leadership, metrics)
+        self._epoch: int | None = None
+        """Under which everything was told, asked for and planned that is remembered here; None: nothing was."""
         self._pins = Pins(self.orders)
-        self._attempts = Attempts(move_s=policy.move_s, pause_s=policy.hint_pause_s, max_under_way=policy.max_hints)
+        self._attempts = self._no_attempts()
         self._recovery = Recovery()
         self._plans: dict[Fingerprint, Table] = {}
         """This leader's latest: where the next begins. The table has more, for as long as moves take."""
@@ -170,9 +172,9 @@ class Reconciler:
             await self._look()
             # One epoch for the whole round: should another lead before it ends, its epoch is not ours to speak with.
             epoch = self._leadership.holding
-            if epoch is None:
-                self._plans, self._basis = {}, {}
-            elif not self._members.is_frozen:
+            if epoch != self._epoch:
+                self._begin_anew(epoch)
+            if epoch is not None and not self._members.is_frozen:
                 await self._say_deaths(epoch)
                 if self.frozen is None:
                     self._attempts.look(self._resident("ready"), self._clock())
@@ -190,6 +192,18 @@ class Reconciler:
             return
         self.store_answers = True
         self.looked.set()
+
+    def _begin_anew(self, epoch: int | None) -> None:
+        """Of what this process did when it led before, others may have undone any part since."""
+        self._epoch = epoch
+        self._plans, self._basis = {}, {}
+        self._attempts, self._pins = self._no_attempts(), Pins(self.orders)
+        self.drains.told_nobody()
+        self._collector.told_nobody()
+
+    def _no_attempts(self) -> Attempts:
+        policy = self._policy
+        return Attempts(move_s=policy.move_s, pause_s=policy.hint_pause_s, max_under_way=policy.max_hints)
 
     async def _look(self) -> None:
         await self.registry.refresh()

@@ -56,6 +56,7 @@ def beat(
             resident=load.resident,
             loading=load.loading,
             failed=load.failed,
+            pinned=load.pinned,
             shape=settings.shape,
             rows_per_s=rows_per_s * num_shards,
         ),
