@@ -7,6 +7,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from infinilora.engine.model.names import tensor_shapes
+from infinilora.engine.model.spec import ModelSpec, read_spec
+
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -18,13 +21,14 @@ def many_adapters(
     root: Path, model: Path, *, count: int, rank: int, dtype: torch.dtype, targets: tuple[str, ...] = ALL_LINEAR
 ) -> dict[str, Path]:
     """`count` adapters under root, named a00, a01, ...; small enough in effect that text stays text."""
-    with safe_open(model / "model.safetensors", "pt") as file:
-        shapes = {
-            key.removesuffix(".weight"): tuple(file.get_slice(key).get_shape())
-            for key in file.keys()  # noqa: SIM118 - not a mapping
-            if key.split(".")[-2] in targets
-        }
+    shapes = weights_of(read_spec(model), targets)
     return {f"a{i:02}": _write(root / f"a{i:02}", shapes, rank=rank, dtype=dtype, seed=i) for i in range(count)}
+
+
+def weights_of(spec: ModelSpec, targets: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """(out, in) of every module whose last name is a target, experts one by one."""
+    names = {name.removesuffix(".weight"): shape for name, shape in tensor_shapes(spec).items()}
+    return {name: shape for name, shape in names.items() if name.rpartition(".")[2] in targets}
 
 
 def num_parameters(path: Path) -> int:

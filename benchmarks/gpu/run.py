@@ -17,7 +17,7 @@ TESTS = ["-m", "pytest", "-q", "tests/kernels", "-m", "not soak", "--timeout=600
 """The suite's own kernel tests: on a device those marked `gpu` run, the services among them, and the `cuda` link's
 run on it."""
 
-BENCHMARKS = ("bench_kernels", "bench_cuda_link", "bench_services")
+BENCHMARKS = ("bench_kernels", "bench_cuda_link", "bench_services", "bench_tpot")
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
