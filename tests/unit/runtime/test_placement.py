@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +142,37 @@ async def test_a_mirror_that_runs_hears_of_a_change_and_finds_what_it_did_not_he
     task.cancel()
     await asyncio.wait([task])
     assert mirror.revision == 3
+
+
+async def test_a_mirror_looks_when_it_hears_of_a_store_that_begins_anew() -> None:
+    store = await a_store()
+    await write(store, await write(store, None, g1=(A,)), g2=(B,))
+    mirror = PlacementMirror(MemoryBus(), store, BASE)
+    await mirror.look()
+    assert mirror.revision == 2
+    first = Placement(base=BASE, epoch=1, revision=1, groups={"g3": (B,)})
+    assert not mirror.apply(change_between(None, first)), "of revision 1: not what this mirror knows"
+
+
+async def test_a_mirror_looks_now_and_then_though_it_hears_of_another_base_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subject, "REPAIR_S", 0.3)
+    store, bus = await a_store(), MemoryBus()
+    first = await write(store, None, g1=(A,))
+    mirror = PlacementMirror(bus, store, BASE)
+    task = asyncio.get_running_loop().create_task(mirror.run())
+    await eventually(lambda: known(mirror) == {A: {"g1"}}, "it reads what is there")
+    elsewhere = msgspec.structs.replace(change_between(None, first.placement), base=Fingerprint("other"))
+    await write(store, first, g2=(A,))  # and nobody hears of it
+
+    async def knows() -> bool:
+        await bus.publish(subjects.PLACEMENT_EVENTS, elsewhere)
+        return known(mirror) == {A: {"g2"}}
+
+    await eventually(knows, "it looks")
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_a_head_that_cannot_be_read_leaves_a_mirror_as_it_was() -> None:

@@ -146,16 +146,19 @@ class PlacementMirror:
         """0 before anything is known."""
 
     async def run(self) -> None:
-        """Follow changes, and look now and then: events may be lost. For ever."""
+        """Follow changes, and look now and then whatever comes: events may be lost. For ever."""
         changes = self._bus.subscribe(subjects.PLACEMENT_EVENTS, PlacementChange)
+        loop = asyncio.get_running_loop()
         try:
             await self.look()
+            looks_at = loop.time() + REPAIR_S
             while True:
                 try:
-                    async with asyncio.timeout(REPAIR_S):
+                    async with asyncio.timeout_at(looks_at):
                         change = await anext(changes)
                 except TimeoutError:
                     await self.look()
+                    looks_at = loop.time() + REPAIR_S
                 except StopAsyncIteration:
                     return
                 else:
@@ -177,10 +180,13 @@ class PlacementMirror:
                 self._take(written)
 
     def apply(self, change: PlacementChange) -> bool:
-        """Whether what this process knows is now as of this change. If not, `look`."""
-        if change.revision <= self.revision:
+        """Whether what this process knows is now as of this change. If not, `look`.
+
+        A lower revision is old news, or the first of a store that has lost everything.
+        """
+        if change.revision == self.revision:
             return True
-        if change.added is None or change.before != self.revision:
+        if change.added is None or change.before != self.revision or change.revision < self.revision:
             return False
         for group in change.gone:
             self._drop(group, [digest for digest, groups in self._groups_of.items() if group in groups])
