@@ -68,6 +68,28 @@ async def test_a_broker_that_hangs_is_noticed_and_found_again(server: NatsServer
         await bus.flush(5)
 
 
+async def test_a_broker_that_hangs_is_noticed_and_found_again_whatever_it_had_still_to_be_told(
+    server: NatsServer,
+) -> None:
+    await asyncio.to_thread(server.start)
+    large = msgspec.structs.replace(usage(1), request_id="r" * 200_000)
+    async with NatsBus(server.url) as bus:
+        assert await bus.wait_connected(5)
+        server.freeze()
+
+        async def talk() -> None:
+            for _ in range(100):  # more than two sockets hold
+                await bus.publish(subjects.USAGE, large)
+
+        talking = asyncio.get_running_loop().create_task(talk())
+        await eventually(lambda: not bus.is_connected, "the freeze is noticed", 10)
+        server.thaw()
+        await eventually(lambda: bus.is_connected, "the broker is back", 10)
+        talking.cancel()
+        await asyncio.wait([talking])
+        await bus.flush(5)
+
+
 async def test_a_refused_password_is_retried_and_not_fatal(server: NatsServer) -> None:
     await asyncio.to_thread(server.start)
     right = urlsplit(server.url)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -213,7 +213,7 @@ class NatsBus:
             try:
                 await self._connect(client, gone)
                 last_error = ""
-                await gone.wait()
+                await _until_gone(client, gone)
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 # The same refusal four times a second is one fact.
                 if repr(error) != last_error:
@@ -357,8 +357,17 @@ def _trace_headers() -> dict[str, str] | None:
     return {telemetry.TRACEPARENT: header} if header else None
 
 
+async def _until_gone(client: nats.aio.client.Client, gone: asyncio.Event) -> None:
+    """Until it has closed, or closes: it says so only when its last bytes are out, and a broker that hangs takes none."""
+    while not gone.is_set() and not client.is_closed:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PING_S):
+                await gone.wait()
+
+
 async def _close(client: nats.aio.client.Client) -> None:
     try:
-        await client.close()
+        async with asyncio.timeout(CLOSE_S):  # what it has still to send, a broker that hangs does not take
+            await client.close()
     except (nats.errors.Error, OSError, TimeoutError) as error:
         logger.debug("nats", extra={"error": str(error)})
