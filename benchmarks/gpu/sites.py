@@ -20,6 +20,10 @@ from infinilora.kernels.tiles import StepRows
 from device import RING_BYTES  # isort: skip
 
 
+SCALE = 0.5
+"""Of every adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """One site of a model. `experts` 0: dense."""
@@ -59,9 +63,11 @@ class Variant(TileTable):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`tables[i]` are one layer's; `run(i)` computes its deltas; `num_bytes` is what a run must read and write."""
+    """`tables[i]` are one layer's; `run(i)` adds its deltas of x to out; `num_bytes` is what it must read and write."""
 
     tables: list[SiteTable]
+    x: Tensor
+    out: Tensor
     run: Callable[[int], None]
     num_bytes: int
     block_rows: int
@@ -76,7 +82,7 @@ class Site:
 def part_of(rank: int, in_dim: int, out_dim: int, offset: int, experts: int, device: torch.device) -> Part:
     lead = (experts,) if experts else ()
     a, bt = (torch.randn(*lead, rank, n, device=device, dtype=torch.bfloat16) for n in (in_dim, out_dim))
-    return Part(a, bt, 0.5, offset)
+    return Part(a, bt, SCALE, offset)
 
 
 def make_site(
@@ -102,7 +108,7 @@ def make_site(
     used = {(t // each, int(e)) for t, row in enumerate(ids.tolist()) for e in row} if shape.experts else adapters
     touched = len(used) if isinstance(used, set) else used
     moved = x.numel() * 2 + 2 * out.numel() * 2
-    return Site(tables, run, touched * per_part + moved, step.block_rows, shape.is_down)
+    return Site(tables, x, out, run, touched * per_part + moved, step.block_rows, shape.is_down)
 
 
 def _table(shape: Shape, adapters: int, rank: int, device: torch.device) -> SiteTable:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from infinilora.kernels.site_table import SiteTable
 from infinilora.kernels.tile_table import Cut, Launch, TileTable
@@ -27,7 +28,8 @@ def chosen(tuner: ModuleType, launch: Launch, fast: Cut, *, takes: float = 0.5, 
     from sites import Site  # type: ignore[import-not-found]
 
     table = SiteTable(num_slots=1, num_parts=1, in_dim=4096, out_dim=4096, device="cpu")
-    site = Site([table], lambda layer: None, 0, 64, sums_pairs=True)
+    nothing = torch.empty(0)
+    site = Site([table], nothing, nothing, lambda layer: None, 0, 64, sums_pairs=True)
     blocks = replace(fast, per_sm=0, loads="pointers", sums="apart")
 
     def seconds(cut_site: Site) -> float | None:
