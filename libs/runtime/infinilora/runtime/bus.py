@@ -358,7 +358,7 @@ def _trace_headers() -> dict[str, str] | None:
 
 
 async def _until_gone(client: nats.aio.client.Client, gone: asyncio.Event) -> None:
-    """Until it has closed, or closes: it says so only when its last bytes are out, and a broker that hangs takes none."""
+    """Until it closes: it says so only when its last bytes are out, and a broker that hangs takes none."""
     while not gone.is_set() and not client.is_closed:
         with suppress(TimeoutError):
             async with asyncio.timeout(PING_S):
