@@ -25,9 +25,11 @@ def leads() -> bool:
     return True
 
 
-def scaler(api: KubeApi, tmp_path: Path, *, token: str = TOKEN, model: str = "") -> KubernetesScaler:
+def scaler(api: KubeApi, tmp_path: Path, *, token: str = TOKEN, targets: str = "") -> KubernetesScaler:
     (tmp_path / "token").write_text(token + "\n")
-    return KubernetesScaler(Cluster(api.url, NAMESPACE, tmp_path / "token", None), TARGETS, model=model)
+    return KubernetesScaler(
+        Cluster(api.url, NAMESPACE, tmp_path / "token", None), parse_targets(targets) if targets else TARGETS
+    )
 
 
 async def test_replicas_are_set_and_left_alone_once_they_are_so(tmp_path: Path) -> None:
@@ -84,9 +86,21 @@ async def test_a_group_is_as_many_replicas_as_it_has_shards(tmp_path: Path) -> N
         assert api.replicas["statefulsets/groups"] == 8
 
 
-async def test_another_models_workloads_are_left_alone(tmp_path: Path) -> None:
-    with a_kube_api(engines=1, groups=1) as api:
-        one = scaler(api, tmp_path, model="mine")
+SEVERAL = "model=a/b,engines=statefulsets/a-engine,groups=statefulsets/a-lora; model=c,engines=statefulsets/c-engine"
+
+
+async def test_each_base_has_its_own_workloads(tmp_path: Path) -> None:
+    with a_kube_api(**{"a-engine": 1, "a-lora": 1, "c-engine": 1}) as api:
+        one = scaler(api, tmp_path, targets=SEVERAL)
+        await one.apply(desired(3, 2, model="a/b"), leads)
+        await one.apply(desired(4, 5, model="c"), leads)
+        assert await one.present(desired(0, 0, model="c")) == {"engines": 4}
+    assert list(api.replicas.values()) == [3, 2, 4]
+
+
+async def test_a_base_without_workloads_is_left_alone(tmp_path: Path) -> None:
+    with a_kube_api(**{"a-engine": 1, "a-lora": 1, "c-engine": 1}) as api:
+        one = scaler(api, tmp_path, targets=SEVERAL)
         await one.apply(desired(5, 5, model="other"), leads)
         assert await one.present(desired(5, 5, model="other")) == {}
     assert not api.asked
@@ -134,6 +148,9 @@ async def test_an_answer_that_is_no_scale_is_refused(tmp_path: Path) -> None:
         ("engines=pods/engine", "statefulsets, deployments"),
         ("engines=statefulsets/a/b", "wanted TIER=KIND/NAME"),
         ("routers=deployments/a", "tier is 'routers'; wanted one of engines, groups"),
+        ("model=a", "no scale target is named for model 'a'"),
+        ("model=a,engines=statefulsets/a;model=a,groups=statefulsets/b", "two scale targets are of model 'a'"),
+        ("engines=statefulsets/a;model=b,engines=statefulsets/b", "wanted model=NAME in each"),
     ],
 )
 def test_targets_that_cannot_be_read_are_refused(text: str, words: str) -> None:

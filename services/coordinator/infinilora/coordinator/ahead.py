@@ -90,4 +90,4 @@ def _backend(settings: Settings) -> Backend | None:
         case "kubernetes":
             where = settings.kube_url.rstrip("/"), settings.kube_namespace
             cluster = Cluster(*where, settings.kube_token_file, settings.kube_ca_file)
-            return KubernetesScaler(cluster, parse_targets(settings.kube_targets), model=settings.kube_model)
+            return KubernetesScaler(cluster, parse_targets(settings.kube_targets))

@@ -1,4 +1,4 @@
-"""Carries counts out on Kubernetes: the scale subresource of one workload for engines and of one for groups.
+"""Carries counts out on Kubernetes: for each base the scale subresource of a workload of engines and of one of groups.
 
 The API is the cluster's own (apps/v1, autoscaling/v1 `Scale`): read the present number, and only if it is another one,
 merge-patch `spec.replicas`. A service account with `get` and `patch` on `statefulsets/scale` is all that it needs.
@@ -9,7 +9,7 @@ the version that it has read only: a leader that was stopped in between is refus
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import msgspec
 import urllib3
 
 from infinilora.protocol.errors import Internal, InvalidRequest, Unavailable
-from infinilora.protocol.scale import TIERS, Desired, TierName, check_tier
+from infinilora.protocol.scale import Desired, TierName, check_tier
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +50,55 @@ class Cluster:
     ca_file: Path | None
 
 
-def parse_targets(text: str) -> dict[TierName, str]:
-    """`engines=statefulsets/NAME,groups=statefulsets/NAME`; one of them may be missing. Raises InvalidRequest."""
-    targets: dict[TierName, str] = {}
+Targets = Mapping[TierName, str]
+"""The workloads of one base, as `kind/name`; one tier may be missing."""
+
+
+def parse_targets(text: str) -> dict[str, Targets]:
+    """Workloads by served name: `model=NAME,engines=statefulsets/NAME,groups=statefulsets/NAME;model=...`.
+
+    A single base may leave its name out, and is told by "". Raises InvalidRequest.
+    """
+    found: dict[str, Targets] = {}
+    for base in filter(None, (base.strip() for base in text.split(";"))):
+        model, targets = _parse_base(base)
+        if model in found:
+            raise _wrong(f"two scale targets are of model {model[:80]!r}; wanted one for each base")
+        found[model] = targets
+    if not found:
+        raise _wrong("no scale target is named; wanted engines=statefulsets/NAME")
+    if "" in found and len(found) > 1:
+        raise _wrong("a scale target without a model is beside others; wanted model=NAME in each")
+    return found
+
+
+def _parse_base(text: str) -> tuple[str, Targets]:
+    model, targets = "", dict[TierName, str]()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        tier, _, target = part.partition("=")
-        kind, _, name = target.strip().partition("/")
+        key, _, value = (side.strip() for side in part.partition("="))
+        if key == "model":
+            model = value
+            continue
+        kind, _, name = value.partition("/")
         if kind not in KINDS or not name or "/" in name:
-            wanted = f"TIER=KIND/NAME with a kind of {', '.join(KINDS)}"
-            raise InvalidRequest(f"a scale target is {part[:80]!r}; wanted {wanted}", param="kube_targets")
-        targets[check_tier(tier.strip())] = f"{kind}/{name}"
+            raise _wrong(f"a scale target is {part[:80]!r}; wanted TIER=KIND/NAME with a kind of {', '.join(KINDS)}")
+        targets[check_tier(key)] = value
     if not targets:
-        raise InvalidRequest("no scale target is named; wanted engines=statefulsets/NAME", param="kube_targets")
-    return targets
+        raise _wrong(f"no scale target is named for model {model[:80]!r}; wanted engines=statefulsets/NAME")
+    return model, targets
+
+
+def _wrong(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="kube_targets")
 
 
 class KubernetesScaler:
-    """The workloads of one base model: a coordinator for several bases on one cluster leaves the others alone."""
+    """The workloads that were named; a base that none was named of is left alone."""
 
-    def __init__(self, cluster: Cluster, targets: dict[TierName, str], *, model: str = "") -> None:
-        """`model`: the served name that the workloads are of; empty where there is only one base."""
+    def __init__(self, cluster: Cluster, targets: Mapping[str, Targets]) -> None:
+        """`targets`: as parse_targets has them."""
         self._cluster = cluster
         self._targets = targets
-        self._model = model
         ca = str(cluster.ca_file) if cluster.ca_file else None
         self._http = urllib3.PoolManager(
             ca_certs=ca, timeout=urllib3.Timeout(total=TIMEOUT_S), retries=False, maxsize=2
@@ -80,20 +106,20 @@ class KubernetesScaler:
 
     async def apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
         """Raises Unavailable while the API does not answer, or another leads or has written; Internal if it refuses."""
-        if self._model in ("", desired.model):
-            await asyncio.to_thread(self._apply, desired, leads)
+        await asyncio.to_thread(self._apply, desired, leads)
 
     async def present(self, desired: Desired) -> dict[TierName, int]:
         """Whole groups count: one that lacks a shard is being made, or unmade."""
-        if self._model not in ("", desired.model):
-            return {}
-        found = await asyncio.to_thread(lambda: {tier: self._get(target) for tier, target in self._targets.items()})
+        targets = self._of(desired)
+        found = await asyncio.to_thread(lambda: {tier: self._get(target) for tier, target in targets.items()})
         return {tier: scale.spec.replicas // _each(desired, tier) for tier, scale in found.items()}
 
+    def _of(self, desired: Desired) -> Targets:
+        return self._targets.get("") or self._targets.get(desired.model, {})
+
     def _apply(self, desired: Desired, leads: Callable[[], bool]) -> None:
-        for tier in TIERS:
-            if tier in self._targets:
-                self._set(self._targets[tier], desired.count(tier) * _each(desired, tier), leads)
+        for tier, target in self._of(desired).items():
+            self._set(target, desired.count(tier) * _each(desired, tier), leads)
 
     def _get(self, target: str) -> _Scale:
         raw = self._ask("GET", target)

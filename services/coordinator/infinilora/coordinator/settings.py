@@ -74,9 +74,8 @@ class Settings(Common):
     kube_namespace: str = "default"
     """Where the workloads are."""
     kube_targets: str = ""
-    """`engines=statefulsets/NAME,groups=statefulsets/NAME`."""
-    kube_model: str = ""
-    """The served name that these workloads are of; empty where there is only one base."""
+    """`engines=statefulsets/NAME,groups=statefulsets/NAME`; of several bases
+    `model=SERVED_NAME,engines=...,groups=...;model=...`."""
     kube_token_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
     """With which the API server is asked; read anew for each request."""
     kube_ca_file: Path | None = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
