@@ -62,6 +62,18 @@ async def test_rows_of_two_adapters_in_one_group_get_their_own_deltas(backend: s
     assert _files(tmp_path) == [], "no nonce and no ring file is left"
 
 
+async def test_nothing_is_kept_of_where_a_group_was(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as f:
+        for _ in range(3):  # each time at another port
+            async with serving(f.group("g")) as group:
+                f.know(group)
+                await f.linked("g")
+                assert len(f.channels._channels) == 1
+            await eventually(lambda: not f.lora.open_links, "the link is gone")
+            f.know()
+            await eventually(lambda: not f.channels._channels, "its channel is, too")
+
+
 async def test_a_step_may_span_groups(tmp_path: Path) -> None:
     async with fleet(tmp_path) as f, serving(f.group("g")) as g, serving(f.group("h")) as h:
         f.know(g, h)

@@ -19,6 +19,7 @@ is logged by gRPC and arrives as `Internal`. A dead peer is noticed within about
 import asyncio
 import hmac
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -235,6 +236,7 @@ class Channels:
 
     def __init__(self, *, token: str = "") -> None:
         self._channels: dict[str, Any] = {}
+        self._lent: Counter[str] = Counter()
         self._metadata: Metadata = ((AUTH_HEADER, f"Bearer {token}"),) if token else ()
 
     async def __aenter__(self) -> "Channels":
@@ -247,6 +249,21 @@ class Channels:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address, options=_CLIENT)
         return Client(service, self._channels[address], address, self._metadata)
+
+    @asynccontextmanager
+    async def lent(self, service: ServiceDescriptor, address: str) -> AsyncIterator["Client"]:
+        """A client for the length of the block; with the last block of an address its channel is forgotten.
+
+        For peers that come back elsewhere: their earlier addresses would be kept for ever.
+        """
+        self._lent[address] += 1
+        try:
+            yield self.client(service, address)
+        finally:
+            self._lent[address] -= 1
+            if not self._lent[address]:
+                del self._lent[address]
+                await self.forget(address)
 
     async def forget(self, address: str) -> None:
         """Close the channel to a peer that will not come back under this address."""

@@ -205,7 +205,7 @@ async def _open_shard(
     """Rings and a stream to one process, closed when the block ends. LinkNotOpened once the server has chosen."""
     offers, backend = Offers(settings), ""
     try:
-        async with channels.client(SERVICE, address).duplex("OpenLink") as stream:
+        async with channels.lent(SERVICE, address) as client, client.duplex("OpenLink") as stream:
             messages = aiter(stream)
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await stream.send(identity.hello(offers))

@@ -149,12 +149,8 @@ class LoraGroups:
 
     async def _keep(self, name: str) -> None:
         backoff_s = FIRST_BACKOFF_S
-        address = ""
         while name in self._known:
             group = self._known[name]
-            if address not in ("", group.address):
-                await self._channels.forget(address)
-            address = group.address
             try:
                 offers = self._offers.to(group)
                 opening = open_link(self._channels, name, group.address, self._identity, offers, card=self._card)
