@@ -1,8 +1,10 @@
 """Class D, from the store to a slot: prefixes, more adapters than slots, a disk cache that is small, emptied, away."""
 
 import asyncio
+import os
 import random
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +157,26 @@ async def test_d08_what_is_unloaded_is_nowhere(world: World) -> None:
     again = await world.register(files, name="d08-b")
     assert again["digest"] != gone
     await each(world.serves("d08-b", changes), *(world.serves(name, made[name]) for name in ("d08-a", "d08-c")))
+
+
+@on("L/two-slots")
+async def test_d08_who_was_away_when_it_was_unloaded_has_it_no_more_when_it_is_back(running: World) -> None:
+    files, changes = numbered(running, 809)
+    gone = (await running.register(files, name="d08-away"))["digest"]
+    await running.serves("d08-away", changes)
+    pid = running.factory.stack.pid("lora-server")
+    assert pid is not None
+    os.killpg(pid, signal.SIGSTOP)
+    assert (await running.api.http.delete("/v1/adapters/d08-away")).status_code == 200
+    async with asyncio.timeout(45):
+        while any(path.is_relative_to(running.root / "store") for path in traces(running, gone)):
+            await asyncio.sleep(0.2)
+    assert traces(running, gone), "nothing to see on the disk of whoever is away"
+    os.killpg(pid, signal.SIGKILL)
+    async with asyncio.timeout(45):
+        while traces(running, gone):
+            await asyncio.sleep(0.2)
+    await running.until_ready("lora-server", 1)
 
 
 @on("L/two-slots")

@@ -139,8 +139,12 @@ class DiskCache:
     def path(self, digest: Digest) -> Path:
         return self._directory / f"{_hex(digest)}{_SUFFIX}"
 
-    def open(self, digest: Digest) -> CachedFile | None:
-        """The digest's file, now the most recently used; None if it is not here."""
+    def names(self) -> list[Digest]:
+        """What whole files are called, the least recently used first."""
+        return [_digest(file.path) for file in self._files() if file.path.suffix == _SUFFIX]
+
+    def open(self, digest: Digest, *, is_use: bool = True) -> CachedFile | None:
+        """The digest's file; None if it is not here. Now the most recently used, if this is a use."""
         if self._max_bytes == 0:
             return None
         try:
@@ -153,7 +157,8 @@ class DiskCache:
         except OSError:
             os.close(fd)
             return None
-        _mark_used(fd)
+        if is_use:
+            _mark_used(fd)
         return CachedFile(digest, fd)
 
     def writer(self, digest: Digest, num_bytes: int) -> CacheWriter | None:
@@ -292,6 +297,10 @@ def _mark_used(fd: int) -> None:
 
 def _hex(digest: Digest) -> str:
     return digest.removeprefix("sha256:")
+
+
+def _digest(path: Path) -> Digest:
+    return Digest(f"sha256:{path.stem}")
 
 
 def _wait_for(fd: int) -> None:

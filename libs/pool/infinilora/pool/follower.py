@@ -123,6 +123,10 @@ class FollowerPool:
             here = tuple(tenancy.digest for tenancy in self._tenancies.values() if self._is_here(tenancy))
             return PoolLoad(bytes_total=total, bytes_free=total - used, leases=0, waiting=0, resident=here)
 
+    def sweep(self) -> int:
+        """As `Tiers.sweep`: blocking, and for as long as the store takes."""
+        return self._tiers.sweep()
+
     def tier_bytes(self) -> dict[str, int]:
         """As `AdapterPool.tier_bytes`."""
         return self._tiers.used_bytes()

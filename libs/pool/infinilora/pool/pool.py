@@ -191,6 +191,10 @@ class AdapterPool:
                 pinned=tuple(sorted(self._table.pins)),
             )
 
+    def sweep(self) -> int:
+        """As `Tiers.sweep`: blocking, and for as long as the store takes."""
+        return self._tiers.sweep()
+
     def tier_bytes(self) -> dict[str, int]:
         """What the tiers below the pool hold, by name."""
         return self._tiers.used_bytes()

@@ -306,6 +306,31 @@ class Tiers:
         """What they hold: `disk` (of all processes that share the directory) and `host`."""
         return {"disk": self.cache.used_bytes, "host": self.host.used_bytes if self.host else 0}
 
+    def sweep(self) -> int:
+        """Remove from the disk what the store has no more: who was away when it was deleted was not told. How many.
+
+        Raises Unavailable, and has removed a part then.
+        """
+        num_removed = 0
+        for name in self.cache.names():
+            digest = self._digest_of(name)
+            if digest is not None and self._blobs.stat(keys.packed(digest)) is None:
+                logger.info("cached adapter is not in the store any more", extra={"adapter_id": digest})
+                num_removed += self.cache.forget(name)
+        return num_removed
+
+    def _digest_of(self, name: Digest) -> Digest | None:
+        """Of the adapter that a cached file is, or is a share of; None where it is gone, or cannot be read."""
+        cached = self.cache.open(name, is_use=False)
+        if cached is None:
+            return None
+        try:
+            return _parsed(lambda at, n: _read_exactly(cached, at, n)).digest
+        except AdapterFailed:  # whoever opens it drops it
+            return None
+        finally:
+            cached.close()
+
     def forget(self, digest: Digest) -> None:
         """Remove it from every tier of this host. What is open is read to its end. Idempotent."""
         if self.host:
@@ -313,8 +338,12 @@ class Tiers:
         self.cache.forget(self.key(digest))
 
 
+def _parsed(read: Callable[[int, int], bytes]) -> PackedHeader:
+    return PackedHeader.parse(read(0, PackedHeader.num_bytes(read(0, LENGTH_BYTES))))
+
+
 def _read_header(digest: Digest, read: Callable[[int, int], bytes]) -> PackedHeader:
-    header = PackedHeader.parse(read(0, PackedHeader.num_bytes(read(0, LENGTH_BYTES))))
+    header = _parsed(read)
     if header.digest != digest:
         raise AdapterFailed(f"packed file of {digest}: its manifest is that of {header.digest}")
     return header

@@ -22,7 +22,7 @@ from infinilora.kernels.slot_kernels import SlotKernels
 from infinilora.link.open import LinkSettings, checked, fabric_of, regions_of
 from infinilora.link.widest import least_buffer_bytes
 from infinilora.pool.device import open_device
-from infinilora.pool.news import follow_registrations
+from infinilora.pool.news import follow_registrations, sweep_deleted
 from infinilora.pool.pool import AdapterPool, PoolConfig, PoolLoad
 from infinilora.protocol.adapter import DTYPE_BYTES
 from infinilora.protocol.control import GroupLoad
@@ -96,6 +96,7 @@ async def open_lora(
         case "local":
             pool = _open_pool(settings, model, around.blobs, service)
             service.spawn(follow_registrations(pool, around.bus), "registrations")
+            service.spawn(sweep_deleted(pool), "sweep")
             try:
                 local = LocalLora(pool, bell.ring, first_expert=model.first_expert)
                 yield OpenLora(local, pool.forget, pool.load)
@@ -108,6 +109,7 @@ async def open_lora(
                     return
                 pool = _open_pool(settings, model, around.blobs, service)
                 service.spawn(follow_registrations(pool, around.bus), "registrations")
+                service.spawn(sweep_deleted(pool), "sweep")
                 try:
                     local = LocalLora(pool, bell.ring, first_expert=model.first_expert)
                     yield OpenLora(HybridLora(remote, local, pool), pool.forget, pool.load)

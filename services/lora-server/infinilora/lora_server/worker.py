@@ -27,7 +27,7 @@ from infinilora.lora_server.speed import measure_rows_per_s
 from infinilora.pool.device import open_device
 from infinilora.pool.follower import FollowerPool
 from infinilora.pool.group import OtherShards
-from infinilora.pool.news import follow_registrations
+from infinilora.pool.news import follow_registrations, sweep_deleted
 from infinilora.pool.pool import AdapterPool
 from infinilora.protocol import keys, lora_pb2, subjects
 from infinilora.protocol.adapter import BaseCard
@@ -129,6 +129,7 @@ async def _lead(
     service.spawn(heart.run(), "heart")
     service.spawn(keep_residency(around.store, settings.group, pool, commands), "residency")
     service.spawn(follow_registrations(pool, around.bus), "registrations")
+    service.spawn(sweep_deleted(pool), "sweep")
     service.spawn(watch_base(settings.base, card, around.members), "base")
     await commands.fence.read(around.store)
     await _either(followers.complete(), service.draining.wait())
@@ -163,6 +164,7 @@ async def _follow(
     )
     service.spawn(watch_base(settings.base, shard.card, around.members), "base")
     service.spawn(_say_leaving(service, to_head), "leaving")
+    service.spawn(sweep_deleted(pool), "sweep")
     channels = await stack.enter_async_context(rpc.Channels(token=settings.rpc_token.get_secret_value()))
     await following.run(channels)
 
