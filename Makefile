@@ -15,7 +15,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Make the virtual environment and build the native library
-$(VENV)/.ready: requirements/dev.txt requirements/torch.txt requirements/peft.txt pyproject.toml scripts/setup.sh
+$(VENV)/.ready: requirements/dev.txt requirements/torch.txt requirements/peft.txt requirements/helm.txt pyproject.toml scripts/setup.sh
 	@bash scripts/setup.sh $(VENV)
 
 lock: ## Compile the locks: requirements/dev.txt, and image.txt for the container image

