@@ -123,13 +123,13 @@ async def test_the_charts_settings_make_one_system_and_its_coordinator_asks_for_
         await eventually(
             lambda: api.replicas == {"statefulsets/r-tiny-engine": 1, "statefulsets/r-tiny-lora-server": 2},
             "the second shard of the group",
-            timeout_s=60,
+            timeout_s=120,
         )
         cluster.start(Pod(first["lora-server"].workload, "r-tiny-lora-server-1"))
         gateway = Api(f"http://{POD_IP}:{cluster.port(first['gateway'], 'http')}")
         gateway.http.headers["authorization"] = "Bearer an-api-key"
         try:
-            await gateway.wait("/readyz", lambda body: body["status"] == "ready", within_s=60)
+            await gateway.wait("/readyz", lambda body: body["status"] == "ready", within_s=120)
             await gateway.register("mine", adapter, patience_s=60)
             served = await gateway.score("mine", PROMPT, max_tokens=8)
         finally:

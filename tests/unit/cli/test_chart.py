@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from infinilora.protocol.ids import Fingerprint, digest_of
 from infinilora.protocol.scale import Desired
 from infinilora.protocol.shards import Shape
 from infinilora.runtime.settings import Common
-from support.chart import CHART, NAMESPACE, PREFIX, ROOT, Manifest, Pod, Rendered, example, helm, merged
+from support.chart import CHART, HELM, NAMESPACE, PREFIX, ROOT, Manifest, Pod, Rendered, example, helm, merged
 from support.kube_api import NAMESPACE as API_NAMESPACE
 from support.kube_api import TOKEN, a_kube_api
 
@@ -182,6 +183,10 @@ def test_nothing_runs_as_root_or_writes_beside_its_volumes_or_takes_services_for
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+        kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"emptyDir", "persistentVolumeClaim"} | (
+            {"hostPath"} if variant in ("two bases", "scaled") else set()
+        )
         mounted = {mount["mountPath"]: mount["name"] for mount in pod.container["volumeMounts"]}
         assert set(mounted.values()) == {volume["name"] for volume in pod.spec["volumes"]}
         assert str(settings_of(pod).var_dir) in mounted
@@ -395,6 +400,21 @@ def _settings_in(values: Mapping[str, Any]) -> set[str]:
         if isinstance(value, dict) and key != "settings":
             found |= _settings_in(value)
     return found
+
+
+def test_settings_that_values_and_page_speak_of_are_there() -> None:
+    words = (CHART / "values.yaml").read_text() + (ROOT / "docs" / "kubernetes.md").read_text()
+    named = set(re.findall(r"(?<![A-Z_])[A-Z0-9]+(?:_[A-Z0-9]+)+(?![A-Z_])", words.replace(PREFIX, "")))
+    everything = {name.upper() for settings in SETTINGS.values() for name in settings.model_fields}
+    assert named - everything == {"TORCH_INDEX"}
+
+
+def test_helm_finds_nothing_to_say_of_the_chart(tmp_path: Path) -> None:
+    (tmp_path / "values.json").write_text(json.dumps(example()))
+    command = [str(HELM), "lint", "--strict", str(CHART), "--values", str(tmp_path / "values.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "WARNING" not in done.stdout
 
 
 def test_the_chart_is_of_this_version() -> None:
