@@ -80,6 +80,7 @@ class World:
         group: str,
         *,
         total: int = 100,
+        free: int = 100,
         resident: tuple[Digest, ...] = (),
         pinned: tuple[Digest, ...] = (),
         incarnation: str = "x",
@@ -88,7 +89,9 @@ class World:
         base: Fingerprint = BASE,
     ) -> None:
         self._seq += 1
-        load = GroupLoad(bytes_free=total, bytes_total=total, resident=resident, pinned=pinned, rows_per_s=rows_per_s)
+        load = GroupLoad(
+            bytes_free=min(free, total), bytes_total=total, resident=resident, pinned=pinned, rows_per_s=rows_per_s
+        )
         beat = Beat(
             kind="lora-server", id=f"{group}-0", incarnation=incarnation, seq=self._seq, state=state,
             base=base, group=group, load=load,

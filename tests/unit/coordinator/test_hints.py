@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinilora.coordinator.hints import Hint, hints
+from infinilora.coordinator.hints import Hint, hints, over
 from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest, digest_of
 
@@ -52,3 +52,19 @@ def test_what_no_name_leads_to_any_more_is_evicted() -> None:
 
 def test_a_cold_adapter_that_is_known_is_left_alone() -> None:
     assert hints({}, {"g1": frozenset({A, B})}, {}, KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "may_go"),
+    [
+        ({A: 2.0, B: 1.0, C: 1.0, E: 2.0}, (D, C)),
+        ({A: 2.0, B: 1.0, C: 1.0, D: 0.5, E: 1.5}, (D, C, E)),
+        ({A: 2.0, C: 3.0, D: 3.0, E: 3.0}, (B,)),
+        ({}, ()),
+    ],
+)
+def test_what_may_go_for_an_adapter_is_what_nobody_asks_for_and_what_is_colder_and_not_to_be_there(
+    rates: dict[Digest, float], may_go: tuple[Digest, ...]
+) -> None:
+    """B is to be there."""
+    assert over("g1", A, TABLE, {"g1": frozenset({B, C, D, E})}, rates) == may_go

@@ -4,7 +4,7 @@ import pytest
 
 from infinilora.coordinator.hints import Hint
 from infinilora.coordinator.placement import Table
-from infinilora.coordinator.prefetch import SLOTS, Calendar, Room, prefetch
+from infinilora.coordinator.prefetch import SLOTS, Calendar, Prefetched, Room, prefetch
 from infinilora.protocol.ids import Digest, digest_of
 
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
@@ -39,28 +39,65 @@ def test_a_quiet_day_is_remembered_as_quiet() -> None:
 def test_the_busiest_is_staged_first_where_it_is_planned() -> None:
     expected: dict[Digest, float] = {A: 1.0, B: 2.0, C: 3.0}
     table: Table = {"g1": (A,), "g2": (A, B)}
-    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 1e9) == [stage("g2", B), stage("g1", A)]
+    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 1e9, {}) == [stage("g2", B), stage("g1", A)]
 
 
 @pytest.mark.parametrize("resident", [{"g1": {A}}, {"other": {A}}])
 def test_what_is_somewhere_is_not_fetched_again(resident: dict[str, set[Digest]]) -> None:
-    assert not prefetch({A: 1.0}, {"g1": (A,)}, resident, ROOMY, SIZES, (), 1e9)
+    assert not prefetch({A: 1.0}, {"g1": (A,)}, resident, ROOMY, SIZES, (), 1e9, {})
 
 
 def test_what_is_being_staged_is_not_asked_for_again() -> None:
-    assert not prefetch({A: 1.0}, {"g1": (A,)}, {}, ROOMY, SIZES, [("g2", A)], 1e9)
+    assert not prefetch({A: 1.0}, {"g1": (A,)}, {}, ROOMY, SIZES, [("g2", A)], 1e9, {})
 
 
 def test_nobody_leaves_for_it() -> None:
     """A tenth of the pool stays free."""
     rooms = {"g1": Room(399, 1000)}
-    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, rooms, SIZES, (), 1e9)
-    assert prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(400, 1000)}, SIZES, (), 1e9)
-    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(499, 1000)}, SIZES, [("g1", A)], 1e9)
+    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, rooms, SIZES, (), 1e9, {})
+    assert prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(400, 1000)}, SIZES, (), 1e9, {})
+    assert not prefetch({C: 1.0}, {"g1": (C,)}, {}, {"g1": Room(499, 1000)}, SIZES, [("g1", A)], 1e9, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "rates", "is_staged"),
+    [
+        ("what is cold and not to be there may go", {"g1": (C,)}, {C: 1.0}, True),
+        ("what nobody asks for may, wherever it is to be", {"g1": (B, C)}, {C: 1.0}, True),
+        ("what is to be there and is asked for may not", {"g1": (B, C)}, {B: 0.1, C: 1.0}, False),
+        ("nor what is asked for as often", {"g1": (C,)}, {B: 1.0, C: 1.0}, False),
+    ],
+)
+def test_a_full_pool_has_room_where_something_colder_is_left_over(
+    name: str, table: Table, rates: dict[Digest, float], *, is_staged: bool
+) -> None:
+    rooms = {"g1": Room(200, 1000)}
+    found = prefetch({C: 1.0}, table, {"g1": {B}}, rooms, SIZES, (), 1e9, rates)
+    assert found == ([stage("g1", C)] if is_staged else []), name
 
 
 def test_bandwidth_bounds_what_is_under_way() -> None:
     expected: dict[Digest, float] = {A: 3.0, B: 2.0, C: 1.0}
     table: Table = {"g1": (A, B, C)}
-    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 150.0) == [stage("g1", A), stage("g1", B)]
-    assert not prefetch(expected, table, {}, ROOMY, SIZES, (), 0.0)
+    assert prefetch(expected, table, {}, ROOMY, SIZES, (), 150.0, {}) == [stage("g1", A), stage("g1", B)]
+    assert not prefetch(expected, table, {}, ROOMY, SIZES, (), 0.0, {})
+
+
+def test_what_has_become_of_it_is_counted_once() -> None:
+    """A was there when it was asked for, B on its way; C left without having been asked for; D is there still."""
+    d = digest_of(b"d")
+    prefetched = Prefetched()
+    prefetched.begun({("g1", one) for one in (A, B, C, d)})
+    assert not prefetched.look({"g1": set()}, set(), {("g1", one) for one in (A, B, C, d)})
+    assert not prefetched.look({"g1": {A, C, d}}, set(), {("g1", B)})
+    assert prefetched.look({"g1": {A, B, C, d}}, {A, B}, set()) == {"used": 1, "late": 1}
+    assert prefetched.look({"g1": {d}}, {A, B}, set()) == {"unused": 1}
+    assert not prefetched.look({"g1": {d}}, {A, B}, set())
+    assert prefetched.look({}, set(), set()) == {"unused": 1}
+
+
+def test_what_nobody_has_taken_up_is_not_counted() -> None:
+    prefetched = Prefetched()
+    prefetched.begun({("g1", A)})
+    assert not prefetched.look({"g1": set()}, set(), set())
+    assert not prefetched.look({"g1": set()}, {A}, set())

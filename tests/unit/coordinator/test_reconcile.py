@@ -12,7 +12,7 @@ from typing_extensions import override
 from infinilora.coordinator.basis import PLAN_SHARE
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.placement import Plan
-from infinilora.coordinator.reconcile import Reconciler
+from infinilora.coordinator.reconcile import Foreseen, Reconciler
 from infinilora.protocol import keys, subjects
 from infinilora.protocol.adapter import AdapterRecord
 from infinilora.protocol.control import (
@@ -279,6 +279,46 @@ async def test_pins_are_not_told_one_by_one_to_a_server_that_does_not_answer() -
         await world.beat("g1", resident=(A, B, C), incarnation="y")
         await world.reconciler.round()
         assert [command.body for _, command in world.commands] == [Pin(digest=d, pinned=True) for d in (A, B, C)]
+
+
+async def test_what_was_staged_before_makes_room_for_a_hotter_ones_copy() -> None:
+    """A group keeps for itself what it was once asked to stage: it is told what is not wanted there any more."""
+    async with a_world() as world:
+        for group in ("g1", "g2"):
+            await world.obey(group)
+        await world.register("hot", A, num_bytes=60)
+        await world.register("cold", B, num_bytes=60)
+        await world.warm(A, 500)
+        await world.leadership.step()
+        await world.beat("g1", free=40, resident=(A,))
+        await world.beat("g2", free=40, resident=(B,))
+        await world.reconciler.round()
+        assert [(name, c.body) for name, c in world.commands] == [("g2", Stage(digest=A, over=(B,)))]
+
+
+async def test_what_is_expected_is_planned_and_staged_over_what_nobody_asks_for_and_its_use_is_counted() -> None:
+    async with a_world() as world:
+        used = world.reconciler.metrics.prefetched.labels(outcome="used")._value
+        world.reconciler.foreseen = Foreseen(expected=lambda: {B: 0.01}, bytes_per_s=1000)
+        await world.obey("g1")
+        await world.register("idle", A, num_bytes=60)
+        await world.register("daily", B, num_bytes=60)
+        await world.leadership.step()
+        await world.beat("g1", free=40, resident=(A,))
+        await world.reconciler.round()
+        assert [command.body for _, command in world.commands] == [Stage(digest=B, over=(A,))]
+        placement = await world.placement()
+        assert placement is not None
+        assert placement.groups == {"g1": (B,)}
+        for _ in range(2):
+            await world.beat("g1", free=40, resident=(B,))
+            await world.reconciler.round()
+        assert used.get() == 0
+        await world.warm(B, 3)
+        await world.beat("g1", free=40, resident=(B,))
+        await world.reconciler.round()
+        assert used.get() == 1
+        assert len(world.commands) == 1
 
 
 async def test_a_pinned_adapter_is_staged_without_heat() -> None:

@@ -218,6 +218,21 @@ def test_hints_wait_behind_leases_and_push_out_nothing_that_is_hinted() -> None:
     assert pool.is_placed("hinted")
 
 
+def test_a_hint_that_is_taken_back_gives_way_to_another_and_is_there_until_then() -> None:
+    pool = Pool(num_slots=1)
+    pool.load("hinted")
+    pool.table.stage(Digest("hinted"))
+    pool.release("hinted")
+    pool.table.unhint(Digest("hinted"))
+    pool.settle()
+    assert pool.is_placed("hinted")
+    pool.table.stage(Digest("other hint"))
+    pool.table.sized(Digest("other hint"), num_bytes=10, num_layers=LAYERS, now=0.0)
+    pool.settle()
+    assert pool.is_placed("other hint")
+    assert not pool.is_placed("hinted")
+
+
 def test_a_pin_comes_before_other_hints_and_pushes_out_what_is_hinted() -> None:
     pool = Pool(num_slots=2)
     for name in ("hinted", "also hinted"):
@@ -410,11 +425,13 @@ class Life(RuleBasedStateMachine):
         self.table.emptied(*self.stopping.pop(index))
         self.settle()
 
-    @rule(digest=NAMES, kind=st.sampled_from(["stage", "evict", "pin", "unpin"]))
+    @rule(digest=NAMES, kind=st.sampled_from(["stage", "unhint", "evict", "pin", "unpin"]))
     def command(self, digest: Digest, kind: str) -> None:
         match kind:
             case "stage":
                 self.table.stage(digest)
+            case "unhint":
+                self.table.unhint(digest)
             case "evict":
                 self.table.evict(digest)
             case _:

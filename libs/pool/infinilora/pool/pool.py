@@ -113,11 +113,14 @@ class AdapterPool:
 
     # For the coordinator: hints, and the hand controls ---------------------------------------------
 
-    def stage(self, digest: Digest) -> None:
+    def stage(self, digest: Digest, over: Iterable[Digest] = ()) -> None:
+        """A hint: have it resident. `over`: hints of before that hold no more."""
         now = time.monotonic()
         with self._lock:
             if self._failures.known(digest, now) is None:
                 self._tenancies.leaving.discard(digest)
+                for earlier in over:
+                    self._table.unhint(earlier)
                 self._table.stage(digest)
                 self._tenancies.want_waiting(digest)
                 self._carry_out(now)

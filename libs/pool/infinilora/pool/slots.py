@@ -98,6 +98,12 @@ class SlotTable:
         else:
             self._wait_for(digest).is_wanted = True
 
+    def unhint(self, digest: Digest) -> None:
+        """Take a hint back: what is ready stays, and goes as if it had been leased only. What still loads goes on."""
+        slot = self._live.get(digest)
+        if slot and slot.state is SlotState.READY and digest not in self.pins:
+            slot.is_wanted = False
+
     def evict(self, digest: Digest) -> None:
         """A hint: give the slot up once nobody leases it. A new lease or a pin overrules it."""
         if (entry := self.waiting.get(digest)) and digest not in self.pins:

@@ -84,6 +84,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
     """A hint: have this adapter resident."""
 
     digest: Digest
+    over: tuple[Digest, ...] = ()
+    """What was staged by a hint before and is not wanted there any more: any of these may go for it."""
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):

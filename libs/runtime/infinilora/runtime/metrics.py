@@ -330,6 +330,12 @@ class CoordinatorMetrics:
         self.commands = Counter(
             "infinilora_commands", "Commands sent, by body and outcome.", ("body", "outcome"), registry=registry
         )
+        self.prefetched = Counter(
+            "infinilora_prefetched",
+            "Adapters staged before anybody asked: used, late (asked for while on their way), unused.",
+            ("outcome",),
+            registry=registry,
+        )
         self.desired = Gauge(
             "infinilora_desired",
             "Engines and groups that there should be, for whoever scales (KEDA, an HPA).",

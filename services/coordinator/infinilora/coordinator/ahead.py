@@ -32,7 +32,8 @@ def look_ahead(
 ) -> Ahead:
     """Wire it, and tell the reconciler what is foreseen. Starts nothing."""
     watched, alarms = Watched(bus, members, lead_s=settings.lead_s, season_s=settings.season_s), Alarms()
-    reconciler.foreseen = Foreseen(expected=watched.expected, bytes_per_s=settings.prefetch_mb_s * 1e6)
+    if settings.prefetch_mb_s:
+        reconciler.foreseen = Foreseen(expected=watched.expected, bytes_per_s=settings.prefetch_mb_s * 1e6)
     scaler = Autoscaler(
         store=store,
         members=members,

@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest
 
+MOST_OVER = 256
+"""Adapters that one staging may have go: a pool has seldom more than it needs of them."""
+
 Pair = tuple[str, Digest]
 """A group and an adapter."""
 
@@ -49,3 +52,17 @@ def hints(
         if digest not in known
     ]
     return wanted + unnamed
+
+
+def over(
+    group: str, digest: Digest, table: Table, resident: Mapping[str, Set[Digest]], rates: Mapping[Digest, float]
+) -> tuple[Digest, ...]:
+    """What may go from a group for this adapter, coldest first.
+
+    That is what nobody asks for, and what is colder and not to be there. A group that was once asked to stage something
+    keeps it until it is told this.
+    """
+    told, rate = frozenset(table.get(group, ())), rates.get(digest, 0.0)
+    of_others = {one: rates.get(one, 0.0) for one in resident.get(group, ())}
+    colder = [one for one, its in of_others.items() if its < rate and (not its or one not in told)]
+    return tuple(sorted(colder, key=lambda one: (of_others[one], one))[:MOST_OVER])

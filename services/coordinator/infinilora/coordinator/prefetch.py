@@ -1,14 +1,15 @@
 """Which adapters to stage before anybody asks for them. Pure.
 
 Placement has what has heat staged. Here are those that have none, and came at this time one season (a day) before: what
-runs by the clock comes again. They never make anybody leave: they take free bytes only, and only so many are under way
-at once as a link brings within `WITHIN_S`.
+runs by the clock comes again. Nobody who is asked for as often leaves for them: they take bytes that are free, or that
+hold what is colder (hints.over); and only so many are under way at once as a link brings within `WITHIN_S`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from infinilora.coordinator.hints import Hint, Pair
+from infinilora.coordinator.hints import Hint, Pair, over
 from infinilora.coordinator.placement import Table
 from infinilora.protocol.ids import Digest
 from infinilora.protocol.traffic import CalendarSpan
@@ -89,10 +90,12 @@ def prefetch(
     sizes: Mapping[Digest, int],
     under_way: Iterable[Pair],
     bytes_per_s: float,
+    rates: Mapping[Digest, float],
 ) -> list[Hint]:
     """Busiest first, each to the first group that it is planned on, if it is nowhere, as room and bandwidth allow.
 
-    `under_way` are the stagings that groups were asked for already: they take of the same bandwidth and room.
+    `under_way` are the stagings that groups were asked for already: they take of the same bandwidth and room. `rates`:
+    by which it is said what is colder.
     """
     room = {group: one.bytes_free - SPARE * one.bytes_total for group, one in rooms.items()}
     left = dict.fromkeys(rooms, bytes_per_s * WITHIN_S)
@@ -105,13 +108,10 @@ def prefetch(
     hints, homes = [], _homes(table)
     for digest in sorted(expected, key=lambda digest: (-expected[digest], digest)):
         size, home = sizes.get(digest), homes.get(digest)
-        if (
-            size is None
-            or home is None
-            or home not in rooms
-            or digest in anywhere
-            or size > min(room[home], left[home])
-        ):
+        if size is None or home is None or home not in rooms or digest in anywhere or size > left[home]:
+            continue
+        colder = sum(sizes.get(one, 0) for one in over(home, digest, table, resident, rates))
+        if size > room[home] + colder:
             continue
         room[home] -= size
         left[home] -= size
@@ -122,3 +122,39 @@ def prefetch(
 def _homes(table: Table) -> dict[Digest, str]:
     """The first group of each."""
     return {digest: group for group, digests in sorted(table.items(), reverse=True) for digest in digests}
+
+
+Outcome = Literal["used", "late", "unused"]
+
+
+class Prefetched:
+    """What has become of each adapter that was staged before anybody asked for it.
+
+    used    somebody asked for it when it was there: without prefetch, that request would have waited for it
+    late    somebody asked for it while it was on its way
+    unused  it has left, or its group has, and nobody had asked
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Pair, bool] = {}
+        """Whether it has been there."""
+
+    def begun(self, pairs: Set[Pair]) -> None:
+        self._open |= dict.fromkeys(pairs - self._open.keys(), False)
+
+    def look(
+        self, resident: Mapping[str, Set[Digest]], asked_for: Set[Digest], under_way: Set[Pair]
+    ) -> Counter[Outcome]:
+        """What is known now that was not at the look before."""
+        seen, still = Counter[Outcome](), dict[Pair, bool]()
+        for pair, was_there in self._open.items():
+            group, digest = pair
+            is_there = digest in resident.get(group, ())
+            if digest in asked_for:
+                seen["used" if was_there else "late"] += 1
+            elif is_there or pair in under_way:
+                still[pair] = is_there
+            elif was_there:
+                seen["unused"] += 1
+        self._open = still
+        return seen

@@ -14,13 +14,13 @@ from infinilora.coordinator.basis import PLAN_SHARE, Basis
 from infinilora.coordinator.collect import Collector, Times
 from infinilora.coordinator.drains import Drains
 from infinilora.coordinator.heat import Heat, TopDrift, hot_spots, top_drift
-from infinilora.coordinator.hints import Hint, hints
+from infinilora.coordinator.hints import Hint, hints, over
 from infinilora.coordinator.leader import Leadership
 from infinilora.coordinator.moves import Attempts, table
 from infinilora.coordinator.orders import TAKEN, Orders
 from infinilora.coordinator.pins import Pins
 from infinilora.coordinator.placement import Adapter, Group, Plan, Table, by_group, copies_of, place
-from infinilora.coordinator.prefetch import Room, prefetch
+from infinilora.coordinator.prefetch import Prefetched, Room, prefetch
 from infinilora.coordinator.rebalance import Difference, difference
 from infinilora.coordinator.recovery import Recovery
 from infinilora.coordinator.registry import Registry
@@ -104,6 +104,7 @@ class Reconciler:
         self._pins = Pins(self.orders)
         self._attempts = self._no_attempts()
         self._recovery = Recovery()
+        self._prefetched = Prefetched()
         self._plans: dict[Fingerprint, Table] = {}
         """This leader's latest: where the next begins. The table has more, for as long as moves take."""
         self._basis: dict[Fingerprint, Basis] = {}
@@ -178,6 +179,7 @@ class Reconciler:
                 await self._say_deaths(epoch)
                 if self.frozen is None:
                     self._attempts.look(self._resident("ready"), self._clock())
+                    self._look_at_prefetched()
                     for base in sorted(self._bases()):
                         await self._reconcile(base, epoch)
                 await self.drains.round({**self.engines(), **self.heads()}, self._tables(), epoch)
@@ -253,6 +255,11 @@ class Reconciler:
             self.metrics.recovery_s.observe(seconds)
             logger.info("recovered from a group's death", extra={"group": group, "seconds": round(seconds, 3)})
 
+    def _look_at_prefetched(self) -> None:
+        resident = self._resident("ready", "draining")
+        for outcome, count in self._prefetched.look(resident, self.heat.asked_for(), self._attempts.asked).items():
+            self.metrics.prefetched.labels(outcome=outcome).inc(count)
+
     def _bases(self) -> set[Fingerprint]:
         served = {m.beat.base for m in self._members.all() if m.beat.kind == "lora-server" and m.beat.base}
         return served | set(self.written)
@@ -296,14 +303,17 @@ class Reconciler:
         written, told = self.written.get(base), self._told(base)
         adapters = self._adapters(base, self._before(base))
         plan = await self._plan(base, adapters)
-        latest = self.heat.latest
-        heat = {a.digest: max(a.rps, latest.get(a.digest, 0.0)) for a in adapters if a.rps > 0 or a.is_pinned}
+        latest, asked_for = self.heat.latest, self.heat.asked_for()
+        rates = {a.digest: max(a.rps, latest.get(a.digest, 0.0)) for a in adapters if a.rps > 0 or a.is_pinned}
+        heat = {a.digest: rates[a.digest] for a in adapters if a.digest in asked_for or a.is_pinned}
         failed = self._attempts.failed
         now_told = table(plan, told, resident, heat.keys(), failed)
         if now_told != told and not await self._write(base, now_told, written, epoch):
             return
         wanted = hints(now_told, resident, heat, self.registry.digests(), failed)
-        await self._hint(wanted + self._prefetch(adapters, now_told, resident, loads), servers, epoch)
+        early = self._prefetch(adapters, now_told, resident, loads, rates)
+        await self._hint(wanted + early, servers, epoch, lambda hint: over(*hint[1:], now_told, resident, rates))
+        self._prefetched.begun({(hint.group, hint.digest) for hint in early} & self._attempts.asked)
         await self._pin(servers, now_told, {a.digest for a in adapters if a.is_pinned}, epoch)
 
     def _servers(self, base: Fingerprint) -> dict[str, Member]:
@@ -323,8 +333,8 @@ class Reconciler:
         return self._plans.get(base, self._told(base))
 
     def _adapters(self, base: Fingerprint, current: Table) -> list[Adapter]:
-        """What is to be placed, with its heat."""
-        heat = self.heat.to_plan_with()
+        """What is to be placed, with its heat; what is expected soon and has none, with what is expected of it."""
+        heat = {**self.foreseen.expected(), **self.heat.to_plan_with()}
         hot = hot_spots(heat, self._policy.hot_rps, copies_of(current))
         return [
             replace(adapter, rps=heat[digest], copies=hot.get(digest, 1)) if digest in heat else adapter
@@ -380,12 +390,17 @@ class Reconciler:
         told: Table,
         resident: Mapping[str, frozenset[Digest]],
         loads: Mapping[str, GroupLoad],
+        rates: Mapping[Digest, float],
     ) -> list[Hint]:
         """Of what has no heat; the rest is hinted at."""
-        expected = self.foreseen.expected()
-        sizes = {a.digest: a.num_bytes for a in adapters if a.digest in expected and not a.rps}
+        asked_for = self.heat.asked_for()
+        expected = {d: rps for d, rps in self.foreseen.expected().items() if d not in asked_for}
+        if not expected:
+            return []
+        sizes = {a.digest: a.num_bytes for a in adapters}
         rooms = {group: Room(load.bytes_free, load.bytes_total) for group, load in loads.items()}
-        return prefetch(expected, told, resident, rooms, sizes, self._attempts.asked, self.foreseen.bytes_per_s)
+        under_way, bytes_per_s = self._attempts.asked, self.foreseen.bytes_per_s
+        return prefetch(expected, told, resident, rooms, sizes, under_way, bytes_per_s, rates)
 
     async def _write(self, base: Fingerprint, groups: Table, before: Written | None, epoch: int) -> bool:
         """False if another leads: the next round reads what it wrote, and its epoch."""
@@ -403,11 +418,16 @@ class Reconciler:
         await self._bus.publish(subjects.PLACEMENT_EVENTS, change)
         return True
 
-    async def _hint(self, wanted: list[Hint], servers: dict[str, Member], epoch: int) -> None:
+    async def _hint(
+        self, wanted: list[Hint], servers: dict[str, Member], epoch: int, over: Callable[[Hint], tuple[Digest, ...]]
+    ) -> None:
+        """`over`: what may go for it."""
         lives = {group: server.beat.incarnation for group, server in servers.items()}
         async with asyncio.TaskGroup() as tasks:
             for hint in self._attempts.take(wanted, self._clock(), lives):
-                tasks.create_task(self._give(hint, servers[hint.group], epoch))
+                is_staging = hint.action == "stage"
+                body = Stage(digest=hint.digest, over=over(hint)) if is_staging else Evict(digest=hint.digest)
+                tasks.create_task(self._give(hint, body, servers[hint.group], epoch))
 
     async def _pin(self, servers: dict[str, Member], told: Table, pinned: set[Digest], epoch: int) -> None:
         lives = {group: server.beat.incarnation for group, server in servers.items()}
@@ -415,8 +435,7 @@ class Reconciler:
         for group in await self._pins.round(answering, told, pinned, epoch):
             self._attempts.unanswered(group, lives[group], self._clock())
 
-    async def _give(self, hint: Hint, server: Member, epoch: int) -> None:
-        body = Stage(digest=hint.digest) if hint.action == "stage" else Evict(digest=hint.digest)
+    async def _give(self, hint: Hint, body: Stage | Evict, server: Member, epoch: int) -> None:
         outcome = await self.orders.give(server, body, epoch)
         if outcome != TAKEN:
             self._attempts.refused(hint)

@@ -22,8 +22,8 @@ class Commands:
     async def handle(self, command: Command) -> CommandReply:
         self.fence.check(command)
         match command.body:
-            case Stage(digest=digest):
-                self._pool.stage(digest)
+            case Stage(digest=digest, over=over):
+                self._pool.stage(digest, over)
             case Evict(digest=digest):
                 self._pool.evict(digest)
             case Pin(digest=digest, pinned=pinned):
