@@ -8,6 +8,7 @@ import torch
 
 from infinilora.protocol.adapter import MOE_SITES, Site
 from support.every_site import CARDS, COUNTS, Case, every_site, factors, inputs, living, make_case, outputs, wanted
+from support.loopback_fabric import LoopbackTransport, loopback_fabrics
 from support.lora_inside import remote
 
 NOT_DENSE = MOE_SITES | {Site.EMBED}
@@ -18,9 +19,11 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     return make_case(request.param, tmp_path)
 
 
-async def test_dense_deltas_over_a_narrow_link_are_within_the_stated_bound(case: Case) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "rdma"])
+async def test_dense_deltas_over_a_narrow_link_are_within_the_stated_bound(case: Case, kind: str) -> None:
     """Of every adapter's W, which is what its definition makes of the unit matrix."""
-    async with living() as service, remote(case, service, "tcp", narrowing="always") as lora:
+    fabrics = loopback_fabrics(LoopbackTransport, LoopbackTransport) if kind == "rdma" else ()
+    async with living() as service, remote(case, service, kind, narrowing="always", fabrics=fabrics) as lora:
         seen = await every_site(lora, case)
     worst = 0.0
     for geometry in case.card.sites:

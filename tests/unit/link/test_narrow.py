@@ -1,5 +1,7 @@
 """Narrow rows: the error is bounded by its formula, on the way out and back, and nobody gets them who did not ask."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from infinilora.link.narrow import Narrowing, is_narrow, narrowed, row_bytes, wi
 from infinilora.link.open import LinkSettings, Offers, Opener, attach
 from infinilora.link.server_end import ServerEnd
 from support.links import Answering, random_rows
+from support.loopback_fabric import loopback_fabric
 
 SLACK = 1 + 2.0**-15
 """Scale and quotient are rounded to fp32: of 127 steps up to 127 x 2^-23 of one, where half a step is the bound."""
@@ -69,17 +72,28 @@ def test_which_calls_go_narrow(narrowing: Narrowing, call: int, waiting: int, wa
     assert is_narrow(narrowing, call_bytes=call, waiting_bytes=waiting, limit_bytes=100) is wanted
 
 
-def _settings(narrowing: Narrowing, limit_bytes: int = 0) -> LinkSettings:
+both_kinds = pytest.mark.parametrize("kind", ["tcp", "rdma"])
+
+
+def _settings(kind: str, narrowing: Narrowing, limit_bytes: int = 0) -> LinkSettings:
     return LinkSettings(
-        directory=None, num_buffers=4, buffer_bytes=8192, narrowing=narrowing, narrow_limit_bytes=limit_bytes
+        directory=None,
+        num_buffers=4,
+        buffer_bytes=8192,
+        narrowing=narrowing,
+        narrow_limit_bytes=limit_bytes,
+        rdma=loopback_fabric() if kind == "rdma" else None,
     )
 
 
 def _opened(engine: LinkSettings, *, is_server_old: bool = False) -> tuple[EngineEnd, ServerEnd, Opener]:
-    opener = Opener(_settings("never"))
+    opener = Opener(replace(engine, narrowing="never"))
     opening = opener.choose(Offers(engine).wire)
+    assert opening.chosen["backend"] == ("rdma" if engine.rdma else "tcp")
     chosen = {k: v for k, v in opening.chosen.items() if not (is_server_old and k == "narrow")}
-    return attach(chosen, opening.secret, engine), opening.wait(5), opener
+    with ThreadPoolExecutor(1) as pool:  # over rdma the two introduce themselves to one another
+        server = pool.submit(opening.wait, 5)
+        return attach(chosen, opening.secret, engine), server.result(), opener
 
 
 def _multiply(server: ServerEnd, w: torch.Tensor) -> list[int]:
@@ -98,8 +112,9 @@ def _multiply(server: ServerEnd, w: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_a_delta_over_a_narrow_link_is_within_the_stated_bound(add: bool) -> None:
-    engine, server, opener = _opened(_settings("always"))
+@both_kinds
+def test_a_delta_over_a_narrow_link_is_within_the_stated_bound(kind: str, add: bool) -> None:
+    engine, server, opener = _opened(_settings(kind, "always"))
     x, w, y = random_rows(50, 64, seed=1), random_rows(64, 96, seed=2), random_rows(50, 96, seed=3)
     before = y.double().numpy() * add
     engine.send_plan(1, [])
@@ -117,8 +132,9 @@ def test_a_delta_over_a_narrow_link_is_within_the_stated_bound(add: bool) -> Non
         end.close()
 
 
-def test_routes_and_rows_too_narrow_to_shrink_travel_as_they_are() -> None:
-    engine, server, opener = _opened(_settings("always"))
+@both_kinds
+def test_routes_and_rows_too_narrow_to_shrink_travel_as_they_are(kind: str) -> None:
+    engine, server, opener = _opened(_settings(kind, "always"))
     serving = Answering(server)
     engine.send_plan(1, [])
     thin, out = random_rows(3, 8), torch.zeros(3, 8)
@@ -135,8 +151,9 @@ def test_routes_and_rows_too_narrow_to_shrink_travel_as_they_are() -> None:
     opener.close()
 
 
-def test_under_load_a_small_call_is_exact_and_a_large_one_narrow_ticket_by_ticket() -> None:
-    engine, server, opener = _opened(_settings("load", limit_bytes=3 * 32 * 8))
+@both_kinds
+def test_under_load_a_small_call_is_exact_and_a_large_one_narrow_ticket_by_ticket(kind: str) -> None:
+    engine, server, opener = _opened(_settings(kind, "load", limit_bytes=3 * 32 * 8))
     serving = Answering(server)
     small, large = random_rows(3, 32), random_rows(4, 32)
     out, other = torch.zeros(3, 32), torch.zeros(4, 32)
@@ -156,8 +173,11 @@ def test_under_load_a_small_call_is_exact_and_a_large_one_narrow_ticket_by_ticke
 
 
 @pytest.mark.parametrize(("asked", "is_server_old"), [("never", False), ("always", True)])
-def test_who_did_not_ask_or_has_an_older_server_gets_exact_numbers(asked: Narrowing, is_server_old: bool) -> None:
-    engine, server, opener = _opened(_settings(asked), is_server_old=is_server_old)
+@both_kinds
+def test_who_did_not_ask_or_has_an_older_server_gets_exact_numbers(
+    kind: str, asked: Narrowing, is_server_old: bool
+) -> None:
+    engine, server, opener = _opened(_settings(kind, asked), is_server_old=is_server_old)
     serving = Answering(server)
     x, out = random_rows(20, 64), torch.zeros(20, 64)
     engine.send_plan(1, [])

@@ -32,7 +32,7 @@ def narrowed(x: Tensor) -> Tensor:
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     # What is divided by 0 or NaN scales to 0 or NaN again.
     steps = (wide / scale).round_().nan_to_num_(nan=0.0).clamp_(-_MOST, _MOST)
-    rows = torch.zeros(x.shape[0], row_bytes(x.shape[1]), dtype=torch.uint8)
+    rows = torch.zeros(x.shape[0], row_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
     rows.view(torch.float32)[:, :1] = scale
     rows.view(torch.int8)[:, _SCALE_BYTES : _SCALE_BYTES + x.shape[1]] = steps
     return rows

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 STALE_S = 120.0
 
 I8 = "i8"
-"""What an engine that narrows asks for beside tcp. A server that can says it again; an older one is silent."""
+"""What an engine that narrows asks for, to cross a network. A server that can says it again; an older one is silent."""
 
 RUNS = "runs"
 """How many runs of columns a call may ask for: what a server says of itself. An older one is silent: one."""
@@ -62,8 +62,8 @@ class LinkSettings:
     server binds and tells engines to connect to; where it is a wildcard they are told `tcp_reach`, or this machine's
     name if that is empty. None: no tcp. `cuda`: the device memory
     that this process lends to links; None: no cuda. `rdma`: the memory that a network card may write; None: no rdma.
-    Both need `tcp_host` too, for what goes beside the payloads. `narrowing`, of an engine: which calls over tcp go
-    narrow (narrow.py).
+    Both need `tcp_host` too, for what goes beside the payloads. `narrowing`, of an engine: which calls go narrow
+    over tcp and rdma (narrow.py).
     """
 
     directory: Path | None
@@ -113,10 +113,10 @@ class Offers:
             self._nonce.touch(mode=0o600)
             self._nonce.write_bytes(proof)
             self.wire.append({"backend": "shm", "nonce": self._nonce.name, "sha256": hashlib.sha256(proof).hexdigest()})
+        asks = {} if settings.narrowing == "never" else {"narrow": I8}
         if settings.rdma is not None:
-            self.wire.append({"backend": "rdma"})
+            self.wire.append({"backend": "rdma"} | asks)
         if settings.tcp_host is not None:
-            asks = {} if settings.narrowing == "never" else {"narrow": I8}
             self.wire.append({"backend": "tcp"} | asks)
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class Opener:
             "num_buffers": str(settings.num_buffers),
             "buffer_bytes": str(settings.buffer_bytes),
         }
-        if backend == "tcp" and offer.get("narrow") == I8:
+        if offer.get("narrow") == I8:
             chosen["narrow"] = I8
 
         def take(timeout_s: float) -> ServerEnd:
@@ -271,13 +271,8 @@ def _attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, ti
         case "tcp":
             sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
             num_buffers, buffer_bytes = int(chosen["num_buffers"]), int(chosen["buffer_bytes"])
-            if settings.narrowing != "never":
-                logger.info("link opened narrow", extra={"asked": settings.narrowing, "granted": "narrow" in chosen})
-            return end_type(
-                tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes),
-                narrowing=settings.narrowing if chosen.get("narrow") == I8 else "never",
-                narrow_limit_bytes=settings.narrow_limit_bytes,
-            )
+            port = tcp.TcpEnginePort(sock, num_buffers=num_buffers, buffer_bytes=buffer_bytes)
+            return end_type(port, narrowing=_granted(chosen, settings), narrow_limit_bytes=settings.narrow_limit_bytes)
         case "cuda":
             from infinilora.link import cuda_open
 
@@ -287,11 +282,26 @@ def _attach(chosen: Mapping[str, str], secret: bytes, settings: LinkSettings, ti
 
             sizes = rdma.Sizes(num_buffers=int(chosen["num_buffers"]), buffer_bytes=int(chosen["buffer_bytes"]))
             sock = tcp.connect(chosen["host"], int(chosen["port"]), secret, timeout_s=timeout_s)
-            return rdma.engine_end(settings.rdma, sock, sizes, timeout_s=timeout_s)
+            return rdma.engine_end(
+                settings.rdma,
+                sock,
+                sizes,
+                timeout_s=timeout_s,
+                narrowing=_granted(chosen, settings),
+                narrow_limit_bytes=settings.narrow_limit_bytes,
+            )
         case other:
             raise InvalidRequest(
                 f"the LoRA server chose the link {other!r}; wanted one that was offered of shm, tcp, cuda, rdma"
             )
+
+
+def _granted(chosen: Mapping[str, str], settings: LinkSettings) -> Narrowing:
+    """Which calls go narrow, now that the server has answered."""
+    is_granted = chosen.get("narrow") == I8
+    if settings.narrowing != "never":
+        logger.info("link opened narrow", extra={"asked": settings.narrowing, "granted": is_granted})
+    return settings.narrowing if is_granted else "never"
 
 
 def fabric_of(backends: Collection[str], device: torch.device) -> "Fabric | None":

@@ -21,7 +21,7 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkRefused
 from infinilora.link.frame import HEADER_BYTES, Flag, Header, Kind
 from infinilora.link.layout import Arena, State
-from infinilora.link.narrow import narrowed
+from infinilora.link.narrow import narrowed, widened
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InvalidRequest, WireError
 
@@ -129,6 +129,13 @@ class Ticket:
 def _cut(x: Tensor, rows: int, cols: int, stride: int, skip: int) -> Tensor:
     width = x.element_size()
     return x.as_strided((rows, cols), (stride // width, 1), x.storage_offset() + skip // width)
+
+
+def rows_in(arena: Arena, offset: int, header: Header, cols: int) -> Tensor:
+    """What a frame carries [header.rows, cols] in the rows' own dtype: a view of the arena, or a copy made wide."""
+    if not header.is_narrow:
+        return arena.tensor(header.torch_dtype, offset, header.rows, cols)
+    return widened(arena.tensor(torch.uint8, offset, header.rows, header.row_bytes(cols)), cols, header.torch_dtype)
 
 
 class EnginePort(Protocol):

@@ -23,11 +23,12 @@ from typing_extensions import override
 
 from infinilora.link.beside import EngineBeside, ServerBeside
 from infinilora.link.control import MAX_BODY_BYTES, ControlStream, check_plan, receive_exactly
-from infinilora.link.engine_end import EngineEnd
+from infinilora.link.engine_end import NARROW_LIMIT_BYTES, EngineEnd
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import Header, Kind, aligned
 from infinilora.link.layout import Arena, State
-from infinilora.link.ports import Ticket, checked, refusal
+from infinilora.link.narrow import Narrowing
+from infinilora.link.ports import Ticket, checked, refusal, rows_in
 from infinilora.link.server_end import ServerEnd
 from infinilora.link.staging import DEVICE_AT, Staging
 
@@ -129,6 +130,8 @@ def _end(transport: Transport, control: ControlStream) -> None:
 class RdmaEnginePort(EngineBeside):
     """The engine's side."""
 
+    narrows = True
+
     def __init__(self, wire: Wire) -> None:
         super().__init__(wire.control, num_buffers=wire.sizes.num_buffers, buffer_bytes=wire.sizes.buffer_bytes)
         self._wire = wire
@@ -148,7 +151,8 @@ class RdmaEnginePort(EngineBeside):
     def _stage(self, ticket: Ticket, part: slice, header: Header) -> None:
         assert ticket.x is not None  # noqa: S101 - a ticket that is sent has rows
         at, rows, tensor = self._wire.offset(header.sequence), header.rows, self._wire.staged.tensor
-        tensor(header.torch_dtype, at, rows, header.in_cols).copy_(ticket.x[part])
+        x = ticket.x[part]
+        tensor(x.dtype, at, rows, x.shape[1]).copy_(x)
         at += header.ids_offset
         for choices, dtype in ((ticket.topk_ids, torch.int32), (ticket.topk_weights, torch.float32)):
             if choices is not None:
@@ -172,9 +176,8 @@ class RdmaEnginePort(EngineBeside):
                 raise refusal(body)
             if part is None:
                 continue
-            delta = self._wire.received.tensor(
-                ticket.header.torch_dtype, self._wire.offset(sequence), part.stop - part.start, target.shape[1]
-            )
+            header = ticket.header._replace(rows=part.stop - part.start)
+            delta = rows_in(self._wire.received, self._wire.offset(sequence), header, target.shape[1])
             target[part].add_(delta) if add else target[part].copy_(delta)
         return time.monotonic() - ticket.sent_at
 
@@ -222,9 +225,18 @@ class RdmaServerPort(ServerBeside):
         self._control.send(header._replace(kind=kind, payload_bytes=len(body)), body)
 
 
-def engine_end(fabric: Fabric, sock: socket.socket, sizes: Sizes, *, timeout_s: float) -> EngineEnd:
+def engine_end(
+    fabric: Fabric,
+    sock: socket.socket,
+    sizes: Sizes,
+    *,
+    timeout_s: float,
+    narrowing: Narrowing = "never",
+    narrow_limit_bytes: int = NARROW_LIMIT_BYTES,
+) -> EngineEnd:
     """The engine's end on a connected socket: both ends show their cards."""
-    return EngineEnd(RdmaEnginePort(_introduce(fabric, sock, sizes, timeout_s)))
+    port = RdmaEnginePort(_introduce(fabric, sock, sizes, timeout_s))
+    return EngineEnd(port, narrowing=narrowing, narrow_limit_bytes=narrow_limit_bytes)
 
 
 def server_end(fabric: Fabric, sock: socket.socket, sizes: Sizes, *, timeout_s: float) -> ServerEnd:

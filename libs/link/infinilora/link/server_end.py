@@ -6,10 +6,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from infinilora.link.frame import DTYPES, Flag, Header, Kind
+from infinilora.link.frame import Flag, Header, Kind
 from infinilora.link.layout import State
-from infinilora.link.narrow import narrowed, widened
-from infinilora.link.ports import Program, ServerPort
+from infinilora.link.narrow import narrowed
+from infinilora.link.ports import Program, ServerPort, rows_in
 from infinilora.link.times import SiteTimes
 from infinilora.protocol.errors import InfiniLoraError, Internal, WireError
 
@@ -63,11 +63,7 @@ class ServerEnd:
             return Call(header, segments)
         self._is_owing = True
         rows, topk = header.rows, header.topk
-        if header.is_narrow:
-            held = tensor(torch.uint8, offset, rows, header.row_bytes(header.in_cols))
-            x = widened(held, header.in_cols, header.torch_dtype)
-        else:
-            x = tensor(DTYPES[header.dtype], offset, rows, header.in_cols)
+        x = rows_in(self._port.requests, offset, header, header.in_cols)
         if not topk:
             return Call(header, None, x)
         has_ids = header.flags & Flag.HAS_IDS
@@ -87,7 +83,8 @@ class ServerEnd:
         """
         header = call.header
         if header.is_narrow:
-            self._wide = torch.empty(header.rows, header.out_cols, dtype=header.torch_dtype)
+            assert call.x is not None  # noqa: S101 - of a SITE
+            self._wide = call.x.new_empty(header.rows, header.out_cols)
             return self._wide
         return self._port.replies.tensor(
             header.torch_dtype, self._port.reply_offset(header), header.rows, header.out_cols

@@ -19,8 +19,7 @@ from torch import Tensor
 from infinilora.link.errors import LinkClosed, LinkError, LinkTimeout
 from infinilora.link.frame import HEADER_BYTES, NO_TRACE, Header, Kind, aligned, unpack_header
 from infinilora.link.layout import Arena, State
-from infinilora.link.narrow import widened
-from infinilora.link.ports import Program, Ticket, checked, refusal
+from infinilora.link.ports import Program, Ticket, checked, refusal, rows_in
 from infinilora.link.times import SiteTimes
 
 SEND_TIMEOUT_S = 30.0
@@ -196,11 +195,7 @@ class TcpEnginePort:
         row_bytes, cols = ticket.header.row_bytes(out.shape[1]), out.shape[1]
         if header.rows != rows or header.payload_bytes != rows * row_bytes or header.dtype != ticket.header.dtype:
             raise LinkError("the peer answered with a frame that does not belong to its request")
-        dtype = ticket.header.torch_dtype
-        if header.is_narrow:
-            delta = widened(self._arena.tensor(torch.uint8, HEADER_BYTES, rows, row_bytes), cols, dtype)
-        else:
-            delta = self._arena.tensor(dtype, HEADER_BYTES, rows, cols)
+        delta = rows_in(self._arena, HEADER_BYTES, header, cols)
         target = out[start : start + rows]
         target.add_(delta) if add else target.copy_(delta)
 

@@ -83,7 +83,7 @@ class Settings(Common):
     link_buffer_bytes: int = Field(default=256 << 10, ge=4096)
     """One of them. Both are the LoRA server's to decide; an engine counts its memory by its own."""
     link_narrowing: Literal["never", "load", "always"] = "never"
-    """Over `tcp`, send activations and deltas as eight-bit integers, with a bounded error (docs/links.md): `load` where
+    """Over `tcp` and `rdma`, send activations and deltas as eight-bit integers (bounds: docs/links.md): `load` where
     more than `link_narrow_limit_bytes` are on their way at once, or `always`. `never` is exact."""
     link_narrow_limit_bytes: int = Field(default=256 << 10, ge=0)
     """More than this on their way at once is what `load` means."""
