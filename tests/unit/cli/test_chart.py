@@ -358,6 +358,7 @@ def test_metrics_are_scraped_where_they_are_and_policies_open_ports_that_are_the
         ({"gateway": {"settings": {"max_rank": "64"}}}, "/gateway/settings", "'max_rank' not allowed"),
         ({"settings": {"NATS_URL": "nats://x"}}, "/settings/NATS_URL", "false schema"),
         ({"gateway": {"ingress": {"enabled": True}}}, "/gateway/ingress/host", "minLength"),
+        ({"engine": {"settings": None}}, "/engine", "missing property 'settings'"),
         ({"engine": {"scratch": "lots"}}, "/engine/scratch", "'lots' does not match"),
     ],
 )
