@@ -59,6 +59,9 @@ async def test_any_coordinator_takes_them_and_the_audit_outlives_the_leader(tmp_
             return sorted(map(len, (await groups()).values())) == [0, 1]
 
         await eventually(placed_once, "the adapter is on one of two groups", 20)
+        (at,) = [group for group, held in (await groups()).items() if held]
+        rows = [line.split()[:4] for line in (await ann("rebalance", "--dry-run")).splitlines()]
+        assert ["default/one", "kept", at, at] in rows, "what stays is in the plan too"
         assert "pinned" in await ann("pin", "one", "--reason", "a launch")
 
         async def is_staged() -> bool:
@@ -77,7 +80,9 @@ async def test_any_coordinator_takes_them_and_the_audit_outlives_the_leader(tmp_
         assert (move["name"], move["reason"], move["before"], move["after"]) == (
             "default/one", "moved", [home], [other],
         )  # fmt: skip
-        assert "default/one" in await bob("rebalance", "--dry-run")
+        assert ["default/one", "moved", home, other] in [
+            line.split()[:4] for line in (await bob("rebalance", "--dry-run")).splitlines()
+        ]
         assert (await groups())[home] == (ADAPTER,)
         first.kill()
         await eventually(second.leads, "the second leads", 20)

@@ -193,6 +193,7 @@ async def test_a_dry_run_says_what_would_change_and_why_and_changes_nothing() ->
         told = [(move["name"], move["reason"], move["before"], move["num_bytes"]) for move in moves]
         assert told == [("default/one", "copied", ["g1"], 40), ("default/two", "placed", [], 30)]
         assert moves[0]["after"] == ["g1", "g2"]
+        assert base["plan"] == moves, "nothing is left as it is"
         assert base["num_bytes"] == 70
         await world.reconciler.round()
         assert await world.placement() == before
@@ -211,6 +212,8 @@ async def test_a_fresh_plan_moves_what_a_usual_one_leaves_and_the_next_round_tak
         desk = Desk(world)
         usual = (await desk.do(Rebalance()))["bases"][0]
         assert (usual["reasons"], usual["moves"]) == ({"kept": 2}, [])
+        told = [(home["name"], home["reason"], home["before"], home["after"]) for home in usual["plan"]]
+        assert sorted(told) == [("default/one", "kept", ["g1"], ["g1"]), ("default/two", "kept", ["g1"], ["g1"])]
         fresh = (await desk.do(Rebalance(dry_run=True, fresh=True)))["bases"][0]
         (move,) = fresh["moves"]
         assert (move["digest"], move["reason"], move["before"], move["after"]) == (B, "moved", ["g1"], ["g2"])

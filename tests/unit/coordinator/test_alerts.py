@@ -75,6 +75,8 @@ async def test_what_is_shown_is_of_the_worst_base_and_of_what_is_asked_for() -> 
     one.hear(OTHER, good=4)
     await one.control.round()
     assert one.attained() == 0.75
+    shown = [(a["base"], a["metric"], a["attainment"], a["budget_left"]) for a in one.control.show() if a["requests"]]
+    assert shown == [(BASE, "ttft", 0.75, -1.5), (OTHER, "ttft", 1.0, 1.0)], "a tenth may be late"
     one.watched.window = Window(2, 1)
     await one.control.round()
     assert one.attained() is None

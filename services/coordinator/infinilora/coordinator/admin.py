@@ -230,11 +230,12 @@ def _names(found: Any) -> str:
 
 
 def _shown(base: str, found: Difference, names: dict[Digest, str]) -> dict[str, Any]:
-    moves = [{"name": names.get(move.digest), **move._asdict()} for move in found.moves[:MAX_SHOWN]]
+    plan = [{"name": names.get(home.digest), **home._asdict()} for home in found.plan[:MAX_SHOWN]]
     return {
         "base": base,
         "reasons": found.reasons,
-        "num_moves": len(found.moves),
+        "num_moves": found.num_moves,
         "num_bytes": found.num_bytes,
-        "moves": moves,
+        "moves": plan[: found.num_moves],
+        "plan": plan,
     }

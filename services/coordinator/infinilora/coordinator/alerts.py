@@ -76,6 +76,7 @@ class SloControl:
                 **one.subject._asdict(),
                 "requests": one.long.requests,
                 "attainment": round(one.long.share, 4),
+                "budget_left": round(1 - one.long.burn_rate, 2),
                 "burn_rate": round(one.long.burn_rate, 2),
                 "burn_rate_of_late": round(one.short.burn_rate, 2),
                 "is_firing": one.subject in self._alarms.firing,

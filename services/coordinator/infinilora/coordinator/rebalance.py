@@ -8,11 +8,11 @@ from infinilora.coordinator.placement import Adapter, Plan, Reason, Table, by_ad
 from infinilora.protocol.ids import Digest
 
 MAX_SHOWN = 1000
-"""Moves that are listed, the hottest first; all are counted."""
+"""Adapters that are listed, of the plan and of what moves; all are counted."""
 
 
 class Move(NamedTuple):
-    """One adapter whose groups change. `num_bytes`: what is brought into the groups that did not have it."""
+    """Where one adapter is and is to be. `num_bytes`: what is brought into the groups that did not have it."""
 
     digest: Digest
     reason: Reason
@@ -23,10 +23,15 @@ class Move(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """All of them, hottest first, and how many adapters there are of each reason."""
+    """The whole plan, those whose groups change first, each hottest first; how many of each reason; how many change."""
 
-    moves: list[Move]
+    plan: list[Move]
     reasons: dict[str, int]
+    num_moves: int
+
+    @property
+    def moves(self) -> list[Move]:
+        return self.plan[: self.num_moves]
 
     @property
     def num_bytes(self) -> int:
@@ -35,15 +40,11 @@ class Difference(NamedTuple):
 
 def difference(plan: Plan, adapters: Mapping[Digest, Adapter], told: Table) -> Difference:
     """From what engines are told now to a plan of the same adapters."""
-    before = by_adapter(told)
-    moves, reasons = [], Counter[str]()
+    before, homes = by_adapter(told), list[Move]()
     for digest, home in plan.items():
-        was, now = before.get(digest, ()), tuple(sorted(home.groups))
+        was, now, adapter = before.get(digest, ()), tuple(sorted(home.groups)), adapters[digest]
         reason = reason_of(set(was), set(now)) if now else home.reason
-        reasons[reason] += 1
-        if was != now:
-            adapter = adapters[digest]
-            new = len(set(now) - set(was))
-            moves.append(Move(digest, reason, was, now, adapter.rps, new * adapter.num_bytes))
-    moves.sort(key=lambda move: (-move.rps, move.digest))
-    return Difference(moves, dict(sorted(reasons.items())))
+        homes.append(Move(digest, reason, was, now, adapter.rps, len(set(now) - set(was)) * adapter.num_bytes))
+    homes.sort(key=lambda home: (home.before == home.after, -home.rps, home.digest))
+    reasons = Counter[str](home.reason for home in homes)
+    return Difference(homes, dict(sorted(reasons.items())), sum(home.before != home.after for home in homes))

@@ -19,7 +19,7 @@ from infinilora.protocol.errors import InvalidRequest
 
 AUTO, TAKEN = "auto", "taken"
 SHOWN = 50
-"""Moves in a table; --json has more."""
+"""Adapters in a table; --json has more."""
 UNFOLLOWED = (
     "the coordinator carries out no counts here (INFINILORA_SCALER is none; with `infinilora up`, --max-engines or "
     "--max-groups change that): whoever follows infinilora_desired does"
@@ -34,7 +34,7 @@ Count = Annotated[str, typer.Argument(metavar="N|auto", help="So many; auto: by 
 Model = Annotated[str, typer.Option("--model", help="The base's served name, where there are several.")]
 Force = Annotated[bool, typer.Option("--force", help="Also more than the coordinator's ceiling.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; it stays in the audit.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change, and why.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be where, what would change, and why.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Plan as if nothing were anywhere, whatever it moves.")]
 Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the latest first.")]
 
@@ -119,13 +119,14 @@ def unfreeze(act: Act) -> None:
 
 @given(by_hand)
 def rebalance(act: Act, *, dry_run: DryRun = False, fresh: Fresh = False, as_json: AsJson = False) -> None:
-    """Plan which group holds what, now; with --dry-run, say what would change and why."""
+    """Plan which group holds what, now; with --dry-run, print the plan, what it would change, and why."""
     done = act("rebalance", dry_run=dry_run, fresh=fresh)
     if as_json:
         out.print_json(json.dumps(done))
         return
     for base in done["bases"]:
-        show_table(moves_table(base["moves"][:SHOWN]))
+        shown = base.get("plan", base["moves"]) if dry_run else base["moves"]
+        show_table(plan_table(shown[:SHOWN]))
         out.print(changes_line(base, verb="would change" if dry_run else "change"), markup=False)
     if not done["bases"]:
         out.print("no LoRA server is there: nothing to plan")
@@ -168,8 +169,8 @@ def changes_line(base: Json, *, verb: str) -> str:
     return f"{name}: {base['num_moves']} {verb}, {in_bytes(base['num_bytes'])} to bring in; {counts}"
 
 
-def moves_table(moves: list[Json]) -> Table:
-    """What a plan changes, hottest first."""
+def plan_table(moves: list[Json]) -> Table:
+    """Where each adapter is and is to be; those that move first, hottest first."""
     table = Table("adapter", "why", "from", "to", "requests/s", "to bring in", box=None, pad_edge=False)
     for move in moves:
         table.add_row(
