@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinilora.coordinator.heat import ENOUGH, Drift, Heat, TopDrift, copies, drift, hot_spots, top_drift
 from infinilora.protocol.ids import Digest, digest_of
@@ -104,3 +106,40 @@ def test_what_the_longest_view_has_no_room_for_is_as_hot_as_its_last() -> None:
     heat = Heat({10: {C: 0.07}, 600: {A: 2.0, B: 0.5}})
     assert heat.to_plan_with() == {A: 2.0, B: 0.5, C: 0.5}
     assert heat.asked_for() == {A, B, C}
+
+
+RATES = st.dictionaries(st.sampled_from([A, B, C, D]), st.floats(0, 1e3))
+
+
+@given(rps=st.floats(0, 1e4), more=st.floats(0, 1e4), had=st.integers(0, 50), hot_rps=st.floats(0.01, 100))
+def test_more_heat_never_means_fewer_copies_and_the_same_heat_never_another_number(
+    rps: float, more: float, had: int, hot_rps: float
+) -> None:
+    wanted = copies(rps, hot_rps, had)
+    assert 1 <= wanted <= copies(rps + more, hot_rps, had)
+    assert copies(rps, hot_rps, wanted) == wanted
+
+
+@given(st.dictionaries(st.sampled_from([10, 60, 600]), RATES, max_size=3))
+def test_everybody_who_is_asked_for_has_a_rate_to_be_placed_by_and_who_rises_no_lower_than_before(
+    views: dict[int, dict[Digest, float]],
+) -> None:
+    ordered = {h: dict(sorted(rates.items(), key=lambda pair: -pair[1])) for h, rates in views.items()}
+    heat = Heat(ordered)
+    planned = heat.to_plan_with()
+    assert planned.keys() == heat.asked_for()
+    for digest, rps in heat.rising().items():
+        assert planned[digest] == rps
+        assert rps >= 2 * heat.lasting.get(digest, 0.0)
+    assert top_drift(heat.lasting, heat.lasting, 100).overlap == 1.0
+
+
+@given(RATES, RATES)
+def test_top_drift_counts_everybody_once(latest: dict[Digest, float], lasting: dict[Digest, float]) -> None:
+    now, before = (dict(sorted(view.items(), key=lambda pair: -pair[1])) for view in (latest, lasting))
+    found = top_drift(now, before, 3)
+    stayed = set(list(now)[:3]) & set(list(before)[:3])
+    assert {*found.came, *stayed} == set(list(now)[:3])
+    assert {*found.went, *stayed} == set(list(before)[:3])
+    assert found.moved.keys() <= stayed
+    assert 0.0 <= found.overlap <= 1.0

@@ -1,10 +1,12 @@
 """What is staged before anybody asks, by table."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from infinilora.coordinator.hints import Hint
+from infinilora.coordinator.hints import Hint, Pair, over
 from infinilora.coordinator.placement import Table
-from infinilora.coordinator.prefetch import SLOTS, Calendar, Prefetched, Room, prefetch
+from infinilora.coordinator.prefetch import SLOTS, SPARE, WITHIN_S, Calendar, Prefetched, Room, prefetch
 from infinilora.protocol.ids import Digest, digest_of
 
 A, B, C = sorted(digest_of(name.encode()) for name in "abc")
@@ -101,3 +103,65 @@ def test_what_nobody_has_taken_up_is_not_counted() -> None:
     prefetched.begun({("g1", A)})
     assert not prefetched.look({"g1": set()}, set(), set())
     assert not prefetched.look({"g1": set()}, {A}, set())
+
+
+MANY = tuple(digest_of(b"%d" % number) for number in range(8))
+GROUPS = ("g1", "g2")
+SOME = st.frozensets(st.sampled_from(MANY))
+RATES = st.dictionaries(st.sampled_from(MANY), st.floats(0.001, 10.0))
+
+
+@given(
+    expected=RATES,
+    table=st.fixed_dictionaries({group: SOME.map(lambda held: tuple(sorted(held))) for group in GROUPS}),
+    resident=st.fixed_dictionaries(dict.fromkeys(GROUPS, SOME)),
+    free=st.integers(0, 1000),
+    sizes=st.fixed_dictionaries({digest: st.integers(1, 300) for digest in MANY}),
+    under_way=st.frozensets(st.tuples(st.sampled_from(GROUPS), st.sampled_from(MANY)), max_size=3),
+    bytes_per_s=st.floats(0, 500),
+    rates=RATES,
+)
+def test_whatever_is_expected_it_is_within_room_and_bandwidth_and_once_where_it_is_to_be(
+    expected: dict[Digest, float],
+    table: Table,
+    resident: dict[str, frozenset[Digest]],
+    free: int,
+    sizes: dict[Digest, int],
+    under_way: frozenset[Pair],
+    bytes_per_s: float,
+    rates: dict[Digest, float],
+) -> None:
+    rooms = {group: Room(free, 1000) for group in GROUPS}
+    found = prefetch(expected, table, resident, rooms, sizes, under_way, bytes_per_s, rates)
+    assert found == prefetch(
+        dict(reversed(expected.items())), table, resident, rooms, sizes, under_way, bytes_per_s, rates
+    )
+    staged = [hint.digest for hint in found]
+    assert len(staged) == len(set(staged))
+    assert not set(staged) & (resident["g1"] | resident["g2"] | {digest for _, digest in under_way})
+    for group in GROUPS:
+        new = [hint.digest for hint in found if hint.group == group]
+        assert set(new) <= set(table[group]) & expected.keys()
+        if new:
+            taken = sum(sizes[digest] for digest in new)
+            others = sum(sizes[digest] for at, digest in under_way if at == group)
+            colder = {one for digest in new for one in over(group, digest, table, resident, rates)}
+            assert taken + others <= bytes_per_s * WITHIN_S + 1e-6
+            assert taken + others <= free - SPARE * 1000 + sum(sizes[one] for one in colder)
+
+
+@given(st.lists(st.tuples(SOME, SOME, SOME, SOME), max_size=20))
+def test_whatever_happens_to_what_was_staged_it_has_one_outcome_at_most(
+    looks: list[tuple[frozenset[Digest], ...]],
+) -> None:
+    """Begun at once; then, look by look: begun more, there, asked for, under way."""
+    prefetched, begun, told = Prefetched(), 0, 0
+    for new, there, asked_for, under_way in looks:
+        prefetched.begun({("g1", digest) for digest in new})
+        begun += len(new)
+        seen = prefetched.look({"g1": there}, asked_for, {("g1", digest) for digest in under_way})
+        told += seen.total()
+        assert told <= begun
+    told += prefetched.look({}, frozenset(), frozenset()).total()
+    assert told <= begun
+    assert not prefetched.look({}, frozenset(MANY), frozenset()), "nothing is left open"
