@@ -33,6 +33,12 @@ async def came_yesterday(redis_url: str, digest: Digest) -> None:
             await redis.hset(keys.CALENDAR, str(span.number % SLOTS), msgspec.json.encode(span))
 
 
+async def shown(coordinator: Api, line: str) -> None:
+    async with asyncio.timeout(60):
+        while line not in (await coordinator.http.get("/metrics")).text:
+            await asyncio.sleep(0.1)
+
+
 def resident(fleet: dict[str, Any]) -> set[str]:
     return {digest for member in fleet["members"] if member["group"] for digest in member["load"]["resident"]}
 
@@ -55,10 +61,6 @@ async def test_what_came_yesterday_is_there_before_it_is_asked_for(stacks: Stack
     coordinator = Api(stacks.stack.coordinator_url)
     stacks.apis.append(coordinator)
 
+    await shown(coordinator, "infinilora_prefetched_resident 1.0")
     await api.generate("daily", PROMPT, max_tokens=2)
-    used = 'infinilora_prefetched_total{outcome="used"} 1.0'
-    await stacks.fleet(lambda fleet: bool(fleet["heat"]), within_s=30)
-    deadline = time.monotonic() + 30
-    while used not in (page := (await coordinator.http.get("/metrics")).text):
-        assert time.monotonic() < deadline, [line for line in page.splitlines() if "prefetched" in line]
-        await asyncio.sleep(0.1)
+    await shown(coordinator, 'infinilora_prefetched_total{outcome="used"} 1.0')

@@ -74,7 +74,7 @@ def test_a_member_is_shown_with_its_load_and_health() -> None:
     shown = show_member(Member(beat, 1.0, "suspect"))
     assert (shown["kind"], shown["id"], shown["state"], shown["health"]) == ("lora-server", "l0", "ready", "suspect")
     told = {"bytes_free": 1, "bytes_total": 2, "leases": 3, "resident": (digest_of(b"a"),), "shape": "1x1"}
-    assert shown["load"] == told | {"loading": (), "failed": (), "rows_per_s": 0.0}
+    assert shown["load"] == told | {"loading": (), "failed": (), "pinned": (), "rows_per_s": 0.0}
 
 
 class Leader:

@@ -92,6 +92,7 @@ def test_what_has_become_of_it_is_counted_once() -> None:
     prefetched.begun({("g1", one) for one in (A, B, C, d)})
     assert not prefetched.look({"g1": set()}, set(), {("g1", one) for one in (A, B, C, d)})
     assert not prefetched.look({"g1": {A, C, d}}, set(), {("g1", B)})
+    assert prefetched.num_there == 3
     assert prefetched.look({"g1": {A, B, C, d}}, {A, B}, set()) == {"used": 1, "late": 1}
     assert prefetched.look({"g1": {d}}, {A, B}, set()) == {"unused": 1}
     assert not prefetched.look({"g1": {d}}, {A, B}, set())

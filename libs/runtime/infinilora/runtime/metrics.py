@@ -336,6 +336,11 @@ class CoordinatorMetrics:
             ("outcome",),
             registry=registry,
         )
+        self.prefetched_there = Gauge(
+            "infinilora_prefetched_resident",
+            "Adapters staged before anybody asked that are there, and that nobody has asked for yet.",
+            registry=registry,
+        )
         self.desired = Gauge(
             "infinilora_desired",
             "Engines and groups that there should be, for whoever scales (KEDA, an HPA).",

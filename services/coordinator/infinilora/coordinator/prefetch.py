@@ -139,6 +139,11 @@ class Prefetched:
         self._open: dict[Pair, bool] = {}
         """Whether it has been there."""
 
+    @property
+    def num_there(self) -> int:
+        """Those that were there at the last look, and wait for somebody to ask."""
+        return sum(self._open.values())
+
     def begun(self, pairs: Set[Pair]) -> None:
         self._open |= dict.fromkeys(pairs - self._open.keys(), False)
 

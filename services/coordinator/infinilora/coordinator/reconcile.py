@@ -259,6 +259,7 @@ class Reconciler:
         resident = self._resident("ready", "draining")
         for outcome, count in self._prefetched.look(resident, self.heat.asked_for(), self._attempts.asked).items():
             self.metrics.prefetched.labels(outcome=outcome).inc(count)
+        self.metrics.prefetched_there.set(self._prefetched.num_there)
 
     def _bases(self) -> set[Fingerprint]:
         served = {m.beat.base for m in self._members.all() if m.beat.kind == "lora-server" and m.beat.base}
