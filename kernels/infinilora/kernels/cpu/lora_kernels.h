@@ -23,7 +23,7 @@ constexpr int kTileRows = 6, kTileVecs = 4;
 constexpr int kStreamRows = 4;
 #elif defined(__AVX2__)
 constexpr int kRowBlock = 3;
-constexpr int kTileRows = 5, kTileVecs = 2;
+constexpr int kTileRows = 6, kTileVecs = 2;
 constexpr int kStreamRows = 2;
 #else
 constexpr int kRowBlock = 2;
@@ -35,6 +35,10 @@ constexpr int kRankBlock = 4;
 // 400..2560 the best at 4096 inputs on a Zen 5 core, 2026-11-30.
 constexpr int kMostInputs = 768;
 constexpr int kTileColumns = kTileVecs * kW;
+// From so many rows on expand copies a tile's columns of Bt side by side, widened, before the rows pass over them: as
+// they lie, a power of two apart, they share few places of the first cache, and each block of rows would widen them
+// again. 1.4 times as fast for 32 rows 4096 wide, slower for 8 (a Zen 3 core, 2026-12-01); unmeasured with AVX-512.
+constexpr int kLeastCopied = kW == 8 ? 16 : 1 << 30, kMostCopiedRank = 256;
 
 // f(integral_constant of n), 1 <= n <= Most.
 template <int Most, class F>
@@ -225,10 +229,10 @@ void expand_stream(const ExpandChunk& c) {
   }
 }
 
-// out[i, a tile's columns from n on] (+)= all ranks; `lines` of what comes next at each of them.
+// out[i, a tile's columns from n on] (+)= all ranks, of which bt holds these columns; `lines` of what comes next at
+// each of them.
 template <class W, int Rows>
-void expand_tile(const ExpandChunk& c, int row, int n, Fetcher& next, int lines) {
-  const W* bt = static_cast<const W*>(c.bt) + c.column + n;
+void expand_tile(const ExpandChunk& c, const W* bt, int64_t bt_stride, int row, int n, Fetcher& next, int lines) {
   vf sums[Rows][kTileVecs];
   float* out[Rows];
   IL_UNROLL for (int i = 0; i < Rows; ++i) {
@@ -242,7 +246,7 @@ void expand_tile(const ExpandChunk& c, int row, int n, Fetcher& next, int lines)
   for (int r = 0; r < c.rank; ++r) {
     next.take(lines);
     vf b[kTileVecs];
-    IL_UNROLL for (int j = 0; j < kTileVecs; ++j) b[j] = load(bt + r * c.bt_stride + j * kW);
+    IL_UNROLL for (int j = 0; j < kTileVecs; ++j) b[j] = load(bt + r * bt_stride + j * kW);
     IL_UNROLL for (int i = 0; i < Rows; ++i) {
       vf scale = splat(v[i * c.v_stride + r]);
       IL_UNROLL for (int j = 0; j < kTileVecs; ++j) sums[i][j] += scale * b[j];
@@ -252,17 +256,34 @@ void expand_tile(const ExpandChunk& c, int row, int n, Fetcher& next, int lines)
     IL_UNROLL for (int j = 0; j < kTileVecs; ++j) store(out[i] + j * kW, sums[i][j]);
 }
 
+// All rows over a tile.
+template <class W>
+void expand_rows(const ExpandChunk& c, const W* bt, int64_t bt_stride, int n, Fetcher& next, int lines) {
+  const int blocks = parts_of(c.rows, kTileRows);
+  for (int b = 0; b < blocks; ++b) {
+    int row = c.rows * b / blocks;
+    with_count<kTileRows>(c.rows * (b + 1) / blocks - row,
+                          [&](auto rows) { expand_tile<W, rows.value>(c, bt, bt_stride, row, n, next, lines); });
+  }
+}
+
 // All rows over the tiles of columns [n, end).
 template <class W>
 void expand_panel(const ExpandChunk& c, int n, int end, const Region& after) {
   Fetcher next(after);
-  int blocks = parts_of(c.rows, kTileRows), lines = next.each(blocks * c.rank * ((end - n) / kTileColumns));
-  for (; n < end; n += kTileColumns)
-    for (int b = 0; b < blocks; ++b) {
-      int row = c.rows * b / blocks;
-      with_count<kTileRows>(c.rows * (b + 1) / blocks - row,
-                            [&](auto rows) { expand_tile<W, rows.value>(c, row, n, next, lines); });
-    }
+  const int lines = next.each(parts_of(c.rows, kTileRows) * c.rank * ((end - n) / kTileColumns));
+  const W* bt = static_cast<const W*>(c.bt) + c.column;
+  if (c.rows < kLeastCopied || c.rank > kMostCopiedRank) {
+    for (; n < end; n += kTileColumns) expand_rows(c, bt + n, c.bt_stride, n, next, lines);
+    return;
+  }
+  alignas(64) float tile[kMostCopiedRank * kTileColumns];
+  for (; n < end; n += kTileColumns) {
+    for (int r = 0; r < c.rank; ++r)
+      IL_UNROLL for (int j = 0; j < kTileColumns; j += kW)
+        store(tile + r * kTileColumns + j, load(bt + r * c.bt_stride + n + j));
+    expand_rows(c, static_cast<const float*>(tile), kTileColumns, n, next, lines);
+  }
 }
 
 template <class W>
