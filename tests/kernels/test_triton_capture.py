@@ -3,19 +3,17 @@
 Without a device that is shown by recording what torch is asked for; with one, a graph is captured and replayed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from infinilora.kernels.batch import segment_table
 from infinilora.kernels.tile_table import Cut, Sums
 from support import lora_maths
+from support.recorder import WAITS, Recorder
 from support.triton_sites import TOLERANCE, EveryLaunch, largest_error, make_bound, make_table, poisoned
 
 if TYPE_CHECKING:
@@ -26,28 +24,7 @@ HIDDEN, FF, EXPERTS, TOP_K, NUM_ROWS, NUM_SLOTS = 40, 24, 5, 2, 9, 4
 GATE_UP = make_bound([(4, 7), (20, 2), (1, 3)], (FF, FF), in_dim=HIDDEN, dtypes=[F32], experts=EXPERTS)
 DOWN = make_bound([(4,), (20,), (1,)], (HIDDEN,), in_dim=FF, dtypes=[F32], experts=EXPERTS)
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "is_nonzero"}
-"""What makes the host wait for a device, or the next shape depend on what it finds."""
-
 STEPS = (((0, 3, 2), (3, 5, 0)), ((1, 8, 1),), (), ((0, 1, 1), (1, 1, 0), (4, 5, 2)))
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the name of everything torch is asked for, with the shapes that came out."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.asked: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        tensors = found if isinstance(found, (tuple, list)) else (found,)
-        shapes = tuple(tuple(t.shape) for t in tensors if isinstance(t, Tensor))
-        self.asked.append((func.overloadpacket.__name__, shapes))
-        return found
 
 
 class ExpertSites:

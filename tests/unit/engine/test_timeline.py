@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infinilora.engine.assemble import LoadedModel
 from infinilora.engine.events import Hooks
+from infinilora.engine.model.cpu import CpuOps
+from infinilora.engine.model.ops import TorchOps, Ungrouped
 from infinilora.engine.sched.scheduler import Limits
-from infinilora.engine.timeline import TimedLora, Timeline
+from infinilora.engine.timeline import TimedLora, TimedOps, Timeline
 from infinilora.protocol.ids import Digest
 from support.engines import TestEngine, load_tiny
 from support.oracle import ATTENTION
@@ -65,6 +69,17 @@ def test_operations_and_site_calls_lie_within_their_steps(
     }
     assert all(inside(e, of["step"]) for e in of["kernels"] + of["link"])
     assert min(e["ts"] for e in events) == 0
+
+
+def test_a_product_of_all_experts_is_one_operation() -> None:
+    timeline = Timeline()
+    stacks = TimedOps(TorchOps(torch.device("cpu"), torch.float32), timeline).stacks(2, (3, 4))
+    assert not isinstance(stacks, Ungrouped)
+    stacks[0].weights.fill_(1)
+    y = stacks[0](torch.ones(3, 4), torch.tensor([1, 3], dtype=torch.int32))
+    assert torch.equal(y, torch.full((3, 3), 4.0))
+    assert [(span.lane, span.name) for span in timeline._spans] == [("kernels", "linear 2x3x4")]
+    assert isinstance(TimedOps(CpuOps(), timeline).stacks(2, (3, 4)), Ungrouped)
 
 
 def test_no_more_is_kept_than_fits() -> None:

@@ -160,6 +160,7 @@ def hold_model(options: ModelOptions, plan: ModelPlan, shards: Shards) -> Loaded
             "shard": shards.cut.shard,
             "shards": shards.cut.num_shards,
             "fingerprint": card.fingerprint,
+            "experts": weights.experts_how,
             "max_model_len": sizes.max_model_len,
             "longest_exact": spec.max_exact_len,
             "kv_blocks": sizes.num_blocks,

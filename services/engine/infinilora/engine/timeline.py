@@ -12,7 +12,7 @@ step after all of these is Python, a little more of it than without a timeline.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ from infinilora.engine.events import StepReport
 from infinilora.engine.lora.calls import RemoteTicket
 from infinilora.engine.lora.hybrid import HybridTicket
 from infinilora.engine.lora.interface import AdapterRows, LeaseView, LoraBackend, Routing, StepPlan, Ticket
-from infinilora.engine.model.ops import Linear, Ops, Paging
+from infinilora.engine.model.ops import Linear, Ops, Paging, Stack, Ungrouped
 from infinilora.protocol.adapter import Site
 from infinilora.protocol.ids import Digest
 
@@ -123,6 +123,14 @@ class TimedOps:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         name = "x".join(map(str, weight.shape))
         return self._timeline.timed("kernels", f"linear {name}", self._ops.linear(weight, bias))
+
+    def stacks(self, num: int, *shapes: tuple[int, int]) -> list[Stack] | Ungrouped:
+        found = self._ops.stacks(num, *shapes)
+        return found if isinstance(found, Ungrouped) else [self._timed(stack) for stack in found]
+
+    def _timed(self, stack: Stack) -> Stack:
+        name = "x".join(map(str, stack.weights.shape))
+        return replace(stack, product=self._timeline.timed("kernels", f"linear {name}", stack.product))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._rms_norm(x, weight, eps)

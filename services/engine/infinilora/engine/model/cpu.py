@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infinilora.engine.model.ops import Linear, Paging
+from infinilora.engine.model.ops import Linear, Paging, Ungrouped
 from infinilora.kernels import cpu_ops
 from infinilora.kernels.cpu_ops import PackedWeight, Storage
 from infinilora.kernels.large_pages import SideBySide
@@ -25,6 +25,9 @@ class CpuOps:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         packed = PackedWeight.pack(weight, storage=self._storage, memory=self._memory)
         return partial(cpu_ops.linear, w=packed, bias=None if bias is None else bias.float())
+
+    def stacks(self, num: int, *shapes: tuple[int, int]) -> Ungrouped:  # noqa: ARG002 - the same for all
+        return Ungrouped("one product each")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return cpu_ops.rms_norm(x, weight, eps)

@@ -1,7 +1,7 @@
-"""A mixture-of-experts block: route, gather rows by expert, two products an expert, weighted sum.
+"""A mixture-of-experts block: route, the experts' products (experts.py), weighted sum.
 
-The (token, choice) pairs are sorted by expert once; each expert sees its rows as one slice. The deltas of gate
-and up arrive before the non-linearity, that of down already weighted and summed (see lora/interface.py).
+The deltas of gate and up arrive before the non-linearity, that of down already weighted and summed (see
+lora/interface.py).
 
 A shard of an engine runs the pairs of its own experts; what the block returns is then a part of the sum. Which experts
 a row goes to the head alone decides: two shards that differ by a rounding would count one twice, or never.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.model.deltas import Deltas, Turns
-from infinilora.engine.model.ops import Linear, Ops
+from infinilora.engine.model.ops import Ops
 from infinilora.engine.model.shards import Shards
 from infinilora.engine.model.weights import MoeWeights
 from infinilora.protocol.adapter import Site
@@ -30,18 +30,16 @@ def moe_block(layer: int, moe: MoeWeights, x: Tensor, ops: Ops, deltas: Deltas, 
     """
     chosen = yield from _routing(layer, moe, x, deltas, shards)
     routing, places = _own(chosen, moe)
-    groups = ExpertGroups(places, len(moe.experts))
-    k = places.shape[1]
+    pairs = moe.experts.sort(places)
 
     ticket = deltas.submit(layer, Site.MOE_GATE_UP, x, routing)
-    width = 2 * moe.spec.expert_dim
-    gate_up = groups.apply([e.gate_up for e in moe.experts], x[groups.tokens], width=width).view(x.shape[0], k, width)
+    gate_up = pairs.gate_up(x).view(*places.shape, -1)
     yield from deltas.add(layer, Site.MOE_GATE_UP, ticket, gate_up)
 
     act = ops.silu_mul(gate_up.flatten(0, 1))
-    ticket = deltas.submit(layer, Site.MOE_DOWN, act.view(x.shape[0], k, -1), routing)
-    down = groups.apply([e.down for e in moe.experts], act[groups.order], width=x.shape[1]).view(x.shape[0], k, -1)
-    y = torch.bmm(routing.topk_weights.to(x.dtype)[:, None], down)[:, 0]
+    ticket = deltas.submit(layer, Site.MOE_DOWN, act.view(*places.shape, -1), routing)
+    down = pairs.down(act).view(*places.shape, -1)
+    y = torch.bmm(routing.topk_weights[:, None], down.float())[:, 0].to(x.dtype)
     yield from deltas.add(layer, Site.MOE_DOWN, ticket, y)
 
     if moe.shared is not None and moe.shared_gate is not None:
@@ -86,29 +84,3 @@ def route(logits: Tensor, moe: MoeWeights) -> Routing:
     if moe.spec.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routing(topk_ids=ids.to(torch.int32), topk_weights=weights)
-
-
-class ExpertGroups:
-    """The pairs of a step that have an expert here, sorted by it: `order` lists pairs, `tokens` their rows.
-
-    places [T, k]: which of `num_experts`; that number itself for a pair that has none here, and gets zeros.
-    """
-
-    def __init__(self, places: Tensor, num_experts: int) -> None:
-        flat = places.flatten()
-        self._num_pairs = len(flat)
-        self._counts: list[int] = torch.bincount(flat, minlength=num_experts).tolist()[:num_experts]
-        self.order = flat.argsort(stable=True)[: sum(self._counts)]
-        self.tokens = self.order // places.shape[1]
-
-    def apply(self, experts: list[Linear], x_sorted: Tensor, *, width: int) -> Tensor:
-        """Run each expert on its slice of x_sorted [pairs here, in] -> [T * k, width], in the order of pairs."""
-        pieces, at = [], 0
-        for expert, count in zip(experts, self._counts, strict=True):
-            if count:
-                pieces.append(expert(x_sorted[at : at + count]))
-                at += count
-        is_full = at == self._num_pairs
-        make = x_sorted.new_empty if is_full else x_sorted.new_zeros
-        out = make(self._num_pairs, width)
-        return out.index_copy_(0, self.order, torch.cat(pieces)) if pieces else out

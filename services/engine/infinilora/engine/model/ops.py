@@ -4,9 +4,9 @@
 rotations in fp32. Attention reads a paged cache: S sequences, each a run of query rows, causal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,34 @@ from torch.nn import functional
 
 Linear = Callable[[Tensor], Tensor]
 """y [T, out] = x [T, in] W^T + b. Weights are packed inside, in a layout of the device's own."""
+
+
+class Ungrouped(NamedTuple):
+    """A device has no product of a whole stack; `reason`, for the log."""
+
+    reason: str
+
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """y[i] = x[i] W[g]^T for ends[g - 1] <= i < ends[g]; x [P, in], weights [E, out, in], ends int32 [E] -> [P, out].
+
+    Rows from the last end on are undefined. Rows of y may lie wider apart than they are long.
+    """
+    return functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Weights [E, out, in] of E products, to be filled one by one, and called with sorted rows and their ends."""
+
+    weights: Tensor
+    product: GroupedProduct = grouped_product
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.product(x, self.weights, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +67,10 @@ class Ops(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
+    def stacks(self, num: int, *shapes: tuple[int, int]) -> list[Stack] | Ungrouped:
+        """For each [out, in]: room for `num` weights, whose products are one, without any wait of the host."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +88,22 @@ class Ops(Protocol):
         ...
 
 
+def why_ungrouped(dtype: torch.dtype, capability: tuple[int, int] | None, in_dims: Sequence[int]) -> str:
+    """Why torch's grouped product is not used; empty where it is. `capability` is a CUDA device's, None elsewhere.
+
+    On other CUDA devices, and there in fp32, torch reads the ends on the host and computes group by group (torch 2.13).
+    """
+    if odd := [width for width in in_dims if width * dtype.itemsize % 16]:
+        return f"one product each: a grouped one wants rows of whole 16 bytes, not {odd[0]} numbers of {dtype}"
+    if capability is None:
+        return ""
+    if dtype is not torch.bfloat16:
+        return f"one product each: a grouped one wants torch.bfloat16, not {dtype}"
+    if capability[0] not in (9, 10):
+        return f"one product each: a grouped one wants compute capability 9 or 10, not {capability[0]}.{capability[1]}"
+    return ""
+
+
 class TorchOps:
     """Plain torch: the definition, and the CUDA path."""
 
@@ -67,6 +115,12 @@ class TorchOps:
         w = weight.to(self.device, self.dtype)
         b = None if bias is None else bias.to(self.device, self.dtype)
         return lambda x: functional.linear(x, w, b)
+
+    def stacks(self, num: int, *shapes: tuple[int, int]) -> list[Stack] | Ungrouped:
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        if reason := why_ungrouped(self.dtype, capability, [width for _, width in shapes]):
+            return Ungrouped(reason)
+        return [Stack(torch.empty(num, *shape, dtype=self.dtype, device=self.device)) for shape in shapes]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -12,7 +12,8 @@ from torch import Tensor
 from infinilora.engine.model import names
 from infinilora.engine.model.checkpoint import TensorSource
 from infinilora.engine.model.cut import Cut, CutTensors, local_spec
-from infinilora.engine.model.ops import Linear, Ops
+from infinilora.engine.model.experts import EachExpert, Experts, StackedExperts
+from infinilora.engine.model.ops import Linear, Ops, Ungrouped
 from infinilora.engine.model.spec import ModelSpec, MoeSpec
 
 
@@ -34,7 +35,7 @@ class MoeWeights:
     spec: MoeSpec
     router: Linear | None
     first_expert: int
-    experts: tuple[MlpWeights, ...]
+    experts: Experts
     shared: MlpWeights | None
     shared_gate: Linear | None
 
@@ -62,6 +63,11 @@ class ModelWeights:
     lm_head: Linear | None
     cos: Tensor
     sin: Tensor
+
+    @property
+    def experts_how(self) -> str | None:
+        """How the products of experts are computed; None where there are no experts."""
+        return next((layer.mlp.experts.how for layer in self.layers if isinstance(layer.mlp, MoeWeights)), None)
 
 
 def load_weights(
@@ -131,18 +137,33 @@ class _Reader:
             spec=moe,
             router=self._fused(f"{block}.gate") if self._cut.is_head else None,
             first_expert=experts.start,
-            experts=tuple(self._expert(layer, moe, e) for e in experts),
+            experts=self._experts(layer, moe, experts),
             shared=self._mlp(f"{block}.shared_expert") if moe.shared_dim else None,
             shared_gate=self._fused(f"{block}.shared_expert_gate") if moe.shared_dim else None,
         )
 
-    def _expert(self, layer: int, moe: MoeSpec, expert: int) -> MlpWeights:
+    def _experts(self, layer: int, moe: MoeSpec, experts: range) -> Experts:
+        h, f = self._spec.hidden_dim, moe.expert_dim
+        modules = [self._expert_modules(layer, moe, expert) for expert in experts]
+        stacks = self._ops.stacks(len(experts), (2 * f, h), (h, f))
+        if isinstance(stacks, Ungrouped):
+            products = [(self._fused(gate, up), self._fused(down)) for gate, up, down in modules]
+            return EachExpert(products, hidden_dim=h, expert_dim=f, how=stacks.reason)
+        gate_ups, downs = stacks
+        for place, (gate, up, down) in enumerate(modules):
+            gate_ups.weights[place].copy_(self._weight(gate, up))
+            downs.weights[place].copy_(self._weight(down))
+        return StackedExperts(gate_ups, downs, is_all=len(experts) == moe.num_experts)
+
+    def _expert_modules(self, layer: int, moe: MoeSpec, expert: int) -> tuple[str, str, str]:
         gate, up, down = (
             names.expert_module(layer, moe, expert, name) for name in (moe.gate_name, moe.up_name, moe.down_name)
         )
-        return MlpWeights(gate_up=self._fused(gate, up), down=self._fused(down))
+        return gate, up, down
 
     def _fused(self, *modules: str, bias: bool = False) -> Linear:
-        weight = torch.cat([self._source.get(f"{m}.weight") for m in modules])
         biases = torch.cat([self._source.get(f"{m}.bias") for m in modules]) if bias else None
-        return self._ops.linear(weight, biases)
+        return self._ops.linear(self._weight(*modules), biases)
+
+    def _weight(self, *modules: str) -> Tensor:
+        return torch.cat([self._source.get(f"{m}.weight") for m in modules])
