@@ -1,7 +1,7 @@
 """One product of all experts computes what a product an expert does, and asks the host for nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from infinilora.engine.assemble import LoadedModel
 from infinilora.engine.lora.interface import Routing
 from infinilora.engine.lora.none import NoLora
 from infinilora.engine.model.checkpoint import Checkpoint
+from infinilora.engine.model.cut import Cut
 from infinilora.engine.model.decoder import Decoder
 from infinilora.engine.model.deltas import Deltas, Turns, alone
 from infinilora.engine.model.experts import EachExpert, Experts, StackedExperts
@@ -181,6 +182,42 @@ def test_the_sum_over_experts_is_made_in_fp32_and_rounded_once() -> None:
     down = pairs.down(ops.silu_mul(pairs.gate_up(x))).view(64, TOP_K, HIDDEN)
     wanted = (down.double() * routing.topk_weights.double()[..., None]).sum(1)
     assert (found != wanted.to(dtype)).double().mean() < 0.01
+
+
+class OneAfterTheOther:
+    """Two shards that run in turn: what the head decided is kept for the second."""
+
+    def __init__(self) -> None:
+        self.cut = Cut(0, 2)
+        self._decided: Tensor | None = None
+
+    def sum(self, partial: Tensor) -> None:
+        raise AssertionError("a block sums nothing")
+
+    def share(self, tensor: Tensor) -> None:
+        if self._decided is None:
+            self._decided = tensor.clone()
+        tensor.copy_(self._decided)
+
+
+def test_the_parts_of_two_shards_sum_to_the_whole() -> None:
+    whole, shards = stacked(torch.float32, is_all=True), OneAfterTheOther()
+    x, router, ops = (
+        rand(9, HIDDEN, seed=3),
+        rand(EXPERTS, HIDDEN, seed=4),
+        TorchOps(torch.device("cpu"), torch.float32),
+    )
+    wanted = alone(moe_block(0, moe_of(whole, router), x, ops, Deltas(NoLora(), None), Alone()))
+
+    parts: list[Tensor] = []
+    for held in (slice(0, 2), slice(2, EXPERTS)):
+        gate_up, down = (Stack(stack.weights[held]) for stack in (whole.gate_up, whole.down))
+        experts = StackedExperts(gate_up, down, is_all=False)
+        moe = replace(moe_of(experts, router), first_expert=held.start, router=None if parts else ops.linear(router))
+        parts.append(alone(moe_block(0, moe, x, ops, Deltas(NoLora(), None), shards)))
+
+    torch.testing.assert_close(parts[0] + parts[1], wanted, rtol=1e-5, atol=1e-5)
+    assert min(part.abs().max() for part in parts) > 0.1
 
 
 TRUE_SHAPES = {
