@@ -36,7 +36,8 @@ void make(Dice& dice, int kind, bool is_brief) {
     ++taken[piece];
   };
   auto take_inside = [&](int piece, int) {
-    il::parallel_chunks(1 + piece % 3, [&](int part, int) { taken[piece] += part == 0; }, is_brief);
+    // Parts run beside one another where the job around them runs alone: one of them counts.
+    il::parallel_chunks(1 + piece % 3, [&](int part, int) { if (part == 0) ++taken[piece]; }, is_brief);
   };
   if (kind == 0) il::parallel_chunks(count, take, is_brief);
   else if (kind == 1) il::parallel_shares(count, take, is_brief);
