@@ -10,14 +10,15 @@ from torch import Tensor
 
 from infinilora.kernels import cpu_ops, native
 from infinilora.kernels.cpu_ops import PackedWeight, linear, paged_attention, rms_norm, rope_, silu_mul
-from support.instruction_sets import levels_here, limited_to
+from infinilora.kernels.settings import LEVELS
+from support.instruction_sets import limited_to
 
 Array = npt.NDArray[np.float64]
 
 
-@pytest.fixture(params=[*levels_here(), "torch"], autouse=True)
+@pytest.fixture(params=[*LEVELS, "torch"], autouse=True)
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every instruction set that this processor has, and the fallback."""
+    """Every instruction set (conftest.py leaves out those that this processor has not got), and the fallback."""
     torch.manual_seed(11)
     if request.param == "torch":
         monkeypatch.setattr(native, "load", lambda: None)

@@ -244,4 +244,5 @@ async def test_a_gateway_tells_the_streams_that_it_cannot_wait_for(
                 await eventually(lambda: not can_connect(system.gateway.port), "the gateway stops listening")
             *_, last = [event async for event in stream]
             assert last["error"]["code"] == "unavailable"
-        assert await asyncio.to_thread(system.gateway.stop) == 0
+        status = await asyncio.to_thread(system.gateway.stop)
+        assert status == 0, system.gateway.log.read_text()[-2000:]
